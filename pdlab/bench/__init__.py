@@ -1,0 +1,1 @@
+"""Measurement suites and the tidy tables they write, with provenance."""

@@ -1,0 +1,174 @@
+"""What a user may set: one frozen EngineConfig per engine, one frozen SamplingParams per request.
+
+Each optimization is one field of EngineConfig, so that a notebook is an ablation of one field. Values are validated
+here, at construction, so that a typo is an error on the line that made it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pdlab.core.errors import ConfigError, InvalidRequest
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+ALLOCATORS = ("paged",)
+ATTENTION = ("auto", "plain", "sdpa")
+BATCHING = ("continuous_chunked", "continuous")
+POLICIES = ("fcfs",)
+ESTIMATORS = ("roofline",)
+EXECUTORS = ("torch", "simulated")
+
+
+def _check(ok: bool, name: str, value: object, right: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r} is not possible", right)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine runs. Frozen; `with_(field=value)` gives a changed copy.
+
+    Units are in the field's name or comment. `None` means "chosen from the model and the machine".
+    """
+
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    dtype: str = "auto"  # auto follows the dtype rule of hardware.probe
+    executor: str = "torch"  # torch | simulated (virtual clock, cost model)
+    simulated_device: str = "nvidia-h200"  # slug of hardware.specs that the simulated executor imitates
+
+    # KV-cache memory
+    kv_allocator: str = "paged"
+    page_size: int = 16  # tokens a page, 1...256
+    kv_capacity_tokens: int | None = None  # explicit; otherwise from free memory and utilization
+    kv_memory_utilization: float = 0.9  # share of the free device memory given to KV, (0, 1]
+    prefix_reuse: bool = False  # full pages of equal prompts are shared
+
+    # attention and model operations
+    attention: str = "auto"
+
+    # batching and scheduling
+    batching: str = "continuous_chunked"
+    policy: str = "fcfs"
+    max_batch_requests: int = 256  # requests running at once
+    max_batch_tokens: int = 2048  # token budget of one step, decodes first
+    max_model_len: int | None = None  # tokens of prompt + output; at most the model's context
+    steps_in_flight: int = 1  # 1 or 2: two overlap the host with the device
+    estimator: str = "roofline"
+
+    seed: int = 0  # requests without a seed of their own derive one from this and their number
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("executor", EXECUTORS),
+            ("kv_allocator", ALLOCATORS),
+            ("attention", ATTENTION),
+            ("batching", BATCHING),
+            ("policy", POLICIES),
+            ("estimator", ESTIMATORS),
+        ):
+            value = getattr(self, name)
+            _check(value in choices, name, value, f"choose one of: {', '.join(choices)}")
+        _check(
+            self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal(),
+            "device",
+            self.device,
+            "use auto, cpu, cuda or cuda:N",
+        )
+        _check(_is_int(self.page_size) and 1 <= self.page_size <= 256, "page_size", self.page_size, "use 1 to 256 tokens")
+        for name in ("kv_capacity_tokens", "max_model_len"):
+            value = getattr(self, name)
+            _check(
+                value is None or (_is_int(value) and value >= 1),
+                name,
+                value,
+                "use a whole number of tokens, 1 or more, or None",
+            )
+        _check(
+            0.0 < self.kv_memory_utilization <= 1.0,
+            "kv_memory_utilization",
+            self.kv_memory_utilization,
+            "use a share in (0, 1]",
+        )
+        for name in ("max_batch_requests", "max_batch_tokens"):
+            value = getattr(self, name)
+            _check(_is_int(value) and value >= 1, name, value, "use a whole number, 1 or more")
+        _check(self.steps_in_flight in (1, 2), "steps_in_flight", self.steps_in_flight, "use 1 or 2")
+        _check(_is_int(self.seed), "seed", self.seed, "use a whole number")
+
+    def with_(self, **changes: Any) -> EngineConfig:
+        """A copy with some fields changed; an unknown field is a ConfigError that lists the known ones."""
+        known = {f.name for f in fields(self)}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise ConfigError(f"EngineConfig has no field {unknown[0]!r}", f"fields: {', '.join(sorted(known))}")
+        return replace(self, **changes)
+
+
+def _str_tuple(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request samples and stops. Temperature 0 is greedy.
+
+    A seed makes a request reproducible whatever else is in its batch: the noise of output token i depends on
+    (seed, i) and the token's id only.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off; otherwise the least share of the most likely token's probability
+    repetition_penalty: float = 1.0  # 1: off; > 1 makes tokens of prompt and output less likely
+    stop: tuple[str, ...] = ()  # the text ends before the first of these
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence tokens
+    ignore_eos: bool = False  # the model's own end tokens do not stop it (for benches)
+    seed: int | None = None
+    logprobs: int | None = None  # None: off; n: log-probability of the chosen token and the n most likely
+    timeout_s: float | None = None  # from arrival; then finish_reason "timeout"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _str_tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        rules = (
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "use a whole number, 1 or more"),
+            ("temperature", _finite(self.temperature) and self.temperature >= 0, "use 0 (greedy) or more"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "use 0 (off) or a whole number of tokens"),
+            ("top_p", _finite(self.top_p) and 0 < self.top_p <= 1, "use a share in (0, 1]"),
+            ("min_p", _finite(self.min_p) and 0 <= self.min_p <= 1, "use a share in [0, 1]"),
+            (
+                "repetition_penalty",
+                _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "use more than 0; 1 is off",
+            ),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "use strings that are not empty"),
+            ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "use token ids, 0 or more"),
+            ("seed", self.seed is None or _is_int(self.seed), "use a whole number or None"),
+            ("logprobs", self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20), "use None or 0 to 20"),
+            (
+                "timeout_s",
+                self.timeout_s is None or (_finite(self.timeout_s) and self.timeout_s > 0),
+                "use seconds, more than 0, or None",
+            ),
+        )
+        for name, ok, right in rules:
+            if not ok:
+                raise InvalidRequest(f"SamplingParams.{name}={getattr(self, name)!r} is out of range", right)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,1 @@
+"""FLOPs, bytes, rooflines and step-time estimates, all from counted formulas."""

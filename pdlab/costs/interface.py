@@ -1,0 +1,36 @@
+"""What prices a step before it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from pdlab.core.plan import PlanShape
+from pdlab.core.request import Request
+from pdlab.core.trace import TraceRow
+
+
+class Estimator(ABC):
+    """Contract 6, second half. All times are seconds."""
+
+    @abstractmethod
+    def step_seconds(self, shape: PlanShape) -> float:
+        """How long the device needs for a step of this shape."""
+
+    @abstractmethod
+    def remaining(self, request: Request) -> float:
+        """Expected seconds of device time until the request ends, were it alone."""
+
+    @abstractmethod
+    def observe(self, row: TraceRow) -> None:
+        """A step ended; a learning estimator refines itself."""
+
+    def finished(self, request: Request) -> None:
+        """A request ended; a learning estimator refines its output-length quantiles."""
+        return None
+
+    @abstractmethod
+    def save(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def load(self, path: Path) -> None: ...

@@ -1,0 +1,1 @@
+"""What notebooks call: setup, figures, widgets."""

@@ -1,0 +1,1 @@
+"""Models: configuration, catalogue, loading, tokenizer, and the two families (LLaMA style, GPT-2 style)."""

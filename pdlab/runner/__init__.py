@@ -1,0 +1,1 @@
+"""Papermill batches: jobs, results, reports."""

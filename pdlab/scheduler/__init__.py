@@ -1,0 +1,1 @@
+"""Who runs next, and with how many tokens: policies and batching."""
