@@ -1,0 +1,103 @@
+"""What a step will take and what a request has left, in seconds.
+
+`RooflineEstimator` needs no data: counted FLOPs and bytes over measured or published ceilings.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdlab.core.config import EngineConfig
+from pdlab.core.errors import ConfigError, MeasurementError
+from pdlab.core.plan import PlanShape
+from pdlab.core.request import Request
+from pdlab.core.trace import TraceRow
+from pdlab.costs.interface import Estimator
+from pdlab.costs.lengths import OutputLengths
+from pdlab.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from pdlab.costs.roofline import Ceilings
+
+_BUCKET = 64  # tokens: prefill prices are remembered by length rounded up to this
+
+
+class RooflineEstimator(Estimator):
+    """Prices a step by its roofline: a lower bound on real time, right about which of two steps is longer."""
+
+    name = "roofline"
+
+    def __init__(self, model: ModelConfig, ceilings: Ceilings, itemsize: int, chunk: int = 2048) -> None:
+        self.model, self.ceilings, self.itemsize, self.chunk = model, ceilings, itemsize, chunk
+        self.lengths = OutputLengths()
+        self._prices: dict[int, float] = {}
+        self._decode: tuple[float, float] | None = None
+
+    def step_seconds(self, shape: PlanShape) -> float:
+        from pdlab.costs.roofline import step_time
+
+        return step_time(self.model, shape, self.ceilings, self.itemsize).seconds
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Seconds to prefill `tokens` alone from nothing, rounded up to a multiple of 64 tokens; remembered."""
+        bucket = -(-tokens // _BUCKET)
+        if bucket <= 0:
+            return 0.0
+        if bucket not in self._prices:
+            total, done, n = 0.0, 0, bucket * _BUCKET
+            while done < n:
+                new = min(self.chunk, n - done)
+                total += self.step_seconds(PlanShape(prefill=((new, done),), sampled=int(done + new == n)))
+                done += new
+            self._prices[bucket] = total
+        return self._prices[bucket]
+
+    def decode_seconds(self, tokens: float, context: float) -> float:
+        """Seconds for `tokens` decode steps of one request alone that starts with `context` tokens cached."""
+        if self._decode is None:
+            near = self.step_seconds(PlanShape(decode_count=1, decode_kv_tokens=1, sampled=1))
+            far = self.step_seconds(PlanShape(decode_count=1, decode_kv_tokens=4097, sampled=1))
+            self._decode = near, (far - near) / 4096
+        base, slope = self._decode
+        return tokens * (base + slope * (context + tokens / 2))
+
+    def remaining(self, request: Request) -> float:
+        todo = request.num_tokens - request.num_computed
+        generated = len(request.output_token_ids)
+        seconds = self.prefill_seconds(todo) if request.num_computed < request.prompt_len else 0.0
+        return seconds + self.decode_seconds(self.lengths.remaining(request.kind, generated), request.num_tokens)
+
+    def observe(self, row: TraceRow) -> None:
+        return None
+
+    def finished(self, request: Request) -> None:
+        if request.output_token_ids:
+            self.lengths.add(request.kind, len(request.output_token_ids))
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self._state(), sort_keys=True, indent=1) + "\n", encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            self._restore(state)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise MeasurementError(f"{path} is not a saved {self.name} estimator ({e})", "save() writes one") from e
+
+    def _state(self) -> dict:
+        return {"estimator": self.name, "model": self.model.name, "lengths": self.lengths.to_dict()}
+
+    def _restore(self, state: dict) -> None:
+        if state["estimator"] != self.name:
+            raise ValueError(f"it holds a {state['estimator']} estimator")
+        self.lengths.update(state["lengths"])
+
+
+def make_estimator(config: EngineConfig, model_config: ModelConfig, ceilings: Ceilings, itemsize: int) -> Estimator:
+    """The estimator that `config.estimator` names."""
+    if config.estimator == "roofline":
+        return RooflineEstimator(model_config, ceilings, itemsize, config.max_batch_tokens)
+    raise ConfigError(f"estimator={config.estimator!r} is not built", "choose roofline")

@@ -1,0 +1,148 @@
+"""An executor that computes nothing: it advances a virtual clock by what a cost model says a step takes.
+
+    start = max(host has submitted, device is free)      end = start + cost(plan.shape) + copies
+
+The host's own work is charged as a constant per step, so that overlapping it (steps_in_flight = 2) pays here as it does
+on a GPU. Tokens are made up from (seed, output position) alone and are never an end token, so a request ends where its
+`max_tokens` says. Scheduler and allocators cannot tell this executor from one that runs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pdlab.core.clock import VirtualClock
+from pdlab.core.config import EngineConfig
+from pdlab.core.errors import CapacityError, EngineClosed, StepFailed
+from pdlab.core.plan import KVCopy, Plan, PlanShape
+from pdlab.engine.interface import StepResult
+from pdlab.models.config import ModelConfig
+
+HOST_SECONDS = 3e-4  # planning, upload and commit of one step; measured engines replace it
+RUNTIME_SHARE = 0.03  # of device memory: context, kernels, activations
+
+
+def synthetic_tokens(seed: np.ndarray, position: np.ndarray, vocab: int, avoid: tuple[int, ...] = ()) -> np.ndarray:
+    """i64, the broadcast shape of the arguments: a hash (splitmix64) of (seed, position) into [0, vocab) less `avoid`."""
+    with np.errstate(over="ignore"):
+        z = seed.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    skip = sorted({t for t in avoid if 0 <= t < vocab})
+    tokens = (z % np.uint64(max(1, vocab - len(skip)))).astype(np.int64)
+    for t in skip:
+        tokens += tokens >= t
+    return tokens
+
+
+class _Handle:
+    def __init__(self, owner: SimulatedExecutor, result: StepResult) -> None:
+        self._owner, self._result = owner, result
+
+    def done(self) -> bool:
+        return self._owner.clock.now() >= self._result.t_end
+
+    def result(self) -> StepResult:
+        self._owner.collect(self)
+        self._owner.clock.sleep_until(self._result.t_end)
+        return self._result
+
+
+class SimulatedExecutor:
+    """Contract 4 on a virtual clock.
+
+    `step_seconds(shape)` is the cost model; `capacity_tokens` the KV slots; `host_s` the host's share of each step;
+    `copy_s_per_token` what moving one token's KV costs (compaction, copy on write); `calibration` says where the cost
+    model comes from ("recorded" or "predicted") and is shown wherever a number made here is shown.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        step_seconds: Callable[[PlanShape], float],
+        capacity_tokens: int,
+        *,
+        steps_in_flight: int = 1,
+        host_s: float = HOST_SECONDS,
+        copy_s_per_token: float = 0.0,
+        calibration: str = "predicted",
+        clock: VirtualClock | None = None,
+    ) -> None:
+        self.clock = clock or VirtualClock()
+        self.model, self.step_seconds, self.calibration = model, step_seconds, calibration
+        self.host_s, self.copy_s_per_token, self.steps_in_flight = host_s, copy_s_per_token, steps_in_flight
+        self._capacity = capacity_tokens
+        self._device_free = 0.0
+        self._unfinished: list[_Handle] = []
+        self._closed = False
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def submit(self, plan: Plan) -> _Handle:
+        if self._closed:
+            raise EngineClosed("a step was submitted to a closed executor", "make a new LLM")
+        if len(self._unfinished) >= self.steps_in_flight:
+            raise StepFailed(
+                f"step {plan.step} was submitted while {len(self._unfinished)} steps are unfinished",
+                f"collect a result first; steps_in_flight is {self.steps_in_flight}",
+            )
+        self.clock.advance(self.host_s)
+        start = max(self.clock.now(), self._device_free)
+        end = start + self._duration(plan)
+        self._device_free = end
+        handle = _Handle(self, StepResult(plan.step, self._tokens(plan), start, end))
+        self._unfinished.append(handle)
+        return handle
+
+    def _duration(self, plan: Plan) -> float:
+        copies = sum(op.tokens for op in plan.kv_ops if isinstance(op, KVCopy)) * self.copy_s_per_token
+        first = self.step_seconds(plan.shape)
+        n = plan.repeat
+        if n == 1:
+            return first + copies
+        # n identical decode steps whose attended tokens grow by one a request: the cost is close to linear in between
+        s = plan.shape
+        last = self.step_seconds(
+            PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + (n - 1) * s.decode_count, s.pad_tokens, s.sampled)
+        )
+        mean = (first + last) / 2
+        if self.steps_in_flight == 1:
+            return copies + n * mean + (n - 1) * self.host_s
+        return copies + n * max(mean, self.host_s)
+
+    def _tokens(self, plan: Plan) -> np.ndarray:
+        seed, position = plan.sampling.seed, plan.sampling.position
+        if plan.repeat > 1:
+            position = position[None, :] + np.arange(plan.repeat, dtype=np.int64)[:, None]
+        return synthetic_tokens(seed, position, self.model.vocab_size, self.model.eos_token_ids)
+
+    def collect(self, handle: _Handle) -> None:
+        """A step's result was taken; results come in the order of submission."""
+        if handle in self._unfinished:
+            self._unfinished.remove(handle)
+
+    def reset(self) -> None:
+        self.clock.sleep_until(self._device_free)
+        self._unfinished.clear()
+
+    def close(self) -> None:
+        self._closed = True
+        self._unfinished.clear()
+
+
+def kv_capacity(config: EngineConfig, model: ModelConfig, memory_bytes: int, weight_bytes: int, itemsize: int) -> int:
+    """KV slots of a device of `memory_bytes`: what weights and the runtime leave, times kv_memory_utilization."""
+    if config.kv_capacity_tokens is not None:
+        return config.kv_capacity_tokens
+    free = memory_bytes * (1 - RUNTIME_SHARE) - weight_bytes
+    tokens = int(free * config.kv_memory_utilization) // model.kv_bytes_per_token(itemsize)
+    if tokens < config.page_size:
+        raise CapacityError(
+            f"{model.name} has {weight_bytes / 1e9:.1f} GB of weights, {config.simulated_device} {memory_bytes / 1e9:.0f} GB",
+            "choose a smaller model, a narrower dtype or a larger device",
+        )
+    return tokens // config.page_size * config.page_size

@@ -1,0 +1,89 @@
+"""A workload: requests with arrival times, in the order in which they arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pdlab.core.config import SamplingParams
+from pdlab.core.errors import WorkloadError
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request to come.
+
+    `prompt` is text or token ids; None means "any text of `prompt_tokens` tokens", which the engine makes up from its
+    seed. `max_tokens` counts unless `params` says otherwise. `kind` is the class whose output lengths an estimator learns.
+    """
+
+    arrival_s: float
+    prompt: str | list[int] | None = None
+    prompt_tokens: int = 0
+    max_tokens: int = 64
+    params: SamplingParams | None = None
+    priority: int = 0
+    kind: str = ""
+    ttft_deadline_s: float | None = None
+    per_token_deadline_s: float | None = None
+    prefix_id: int | None = None  # items of one id start with the same `prefix_tokens` tokens (made-up prompts only)
+    prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
+            raise WorkloadError(f"an item arrives at {self.arrival_s} s", "use a finite time, 0 or later")
+        if self.prompt is None and self.prompt_tokens < 1:
+            raise WorkloadError(f"an item has no prompt and prompt_tokens={self.prompt_tokens}", "give one of them")
+        if not 0 <= self.prefix_tokens <= max(self.prompt_tokens, 0):
+            raise WorkloadError(f"prefix_tokens={self.prefix_tokens} of {self.prompt_tokens}", "use at most prompt_tokens")
+
+    def sampling(self) -> SamplingParams:
+        """`params`, or greedy sampling of exactly `max_tokens` tokens (a made-up prompt has no end of its own)."""
+        return self.params or SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.prompt is None)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Items sorted by arrival, and how they came about: `name` goes into measurement tables, `seed` reproduces them."""
+
+    name: str
+    items: tuple[Item, ...]
+    seed: int | None = None
+    clients: int | None = field(default=None)  # closed loop: that many clients, each sending its next item when one ends
+
+    def __init__(self, name: str, items: Iterable[Item], seed: int | None = None, clients: int | None = None) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "items", tuple(sorted(items, key=lambda i: i.arrival_s)))
+        object.__setattr__(self, "seed", seed)
+        object.__setattr__(self, "clients", clients)
+        if clients is not None and clients < 1:
+            raise WorkloadError(f"clients={clients}", "use 1 or more, or None for an open loop")
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def duration_s(self) -> float:
+        """The last arrival."""
+        return self.items[-1].arrival_s if self.items else 0.0
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.items) / self.duration_s if self.duration_s > 0 else math.inf
+
+    def scaled(self, factor: float) -> Workload:
+        """The same requests, arriving `factor` times as fast."""
+        if not (math.isfinite(factor) and factor > 0):
+            raise WorkloadError(f"factor={factor}", "use a finite factor above 0")
+        from dataclasses import replace
+
+        items = (replace(i, arrival_s=i.arrival_s / factor) for i in self.items)
+        return Workload(self.name, items, self.seed, self.clients)
+
+    def head(self, n: int) -> Workload:
+        """The first n items."""
+        return Workload(self.name, self.items[:n], self.seed, self.clients)
