@@ -56,9 +56,11 @@ class Allocator(ABC):
     capacity: int  # slots
 
     @abstractmethod
-    def reserve(self, rid: int, n_tokens: int) -> bool:
+    def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:
         """Makes sure request `rid` (new or known) owns room for its first `n_tokens` positions.
 
+        `longest`, read only when `rid` is new: the most tokens it could ever hold (prompt + max_tokens), 0 for unknown.
+        Schemes that reserve ahead, or treat long requests differently, go by it.
         False, with nothing changed, when there is no room. Never shrinks. Room shared with another request that this one
         is about to write (positions from its current `held` up to n_tokens) is copied first: see `take_ops`.
         """
@@ -68,9 +70,10 @@ class Allocator(ABC):
         """i64[hi - lo]: the slots of positions [lo, hi), which must be reserved."""
 
     @abstractmethod
-    def written(self, rid: int, tokens: Sequence[int]) -> None:
-        """Says that KV of positions [0, len(tokens)) is, or with the steps submitted so far will be, in the slots, and
-        which token ids they are. Full pages of known tokens become findable by `match_prefix`."""
+    def written(self, rid: int, tokens: Sequence[int], start: int = 0) -> None:
+        """Says that KV of positions [start, start + len(tokens)) is, or with the steps submitted so far will be, in the
+        slots, and which token ids they are (-1: not known yet; say it again later). Positions said before are skipped.
+        Full pages of known tokens become findable by `match_prefix`, so after a failed step call `drop_prefixes`."""
 
     @abstractmethod
     def free(self, rid: int) -> None:
@@ -95,7 +98,9 @@ class Allocator(ABC):
     def compact(self, budget: int) -> list[KVCopy]:
         """Moves at most `budget` slots to make free room contiguous; the copies must run before the next step's model.
 
-        Slots handed out earlier are stale afterwards: callers ask `slots` and `page_table` again.
+        Called between steps. Copies that `take_ops` still held come first in the list and are cleared there, so that the
+        order in which they must act is the order of the list. Slots handed out earlier are stale afterwards: callers
+        ask `slots` and `page_table` again.
         """
 
     @abstractmethod
@@ -118,7 +123,7 @@ class Allocator(ABC):
         """Request ids that own something."""
 
     def page_table(self, rid: int) -> np.ndarray:
-        """i32[pages]: page numbers in order of position (paged schemes)."""
+        """i32[pages]: page numbers in order of position (paged schemes). A view that grows in place: copy what you keep."""
         return np.zeros(0, np.int32)
 
     def base(self, rid: int) -> int:
@@ -126,5 +131,43 @@ class Allocator(ABC):
         return 0
 
     def take_ops(self) -> tuple[KVOp, ...]:
-        """Operations that the next plan must carry (own pieces made or freed, copy on write, growth by move); clears them."""
+        """Operations that the next plan must carry (own pieces made or freed, copy on write, growth by move); clears them.
+
+        The executor runs them in order before the step's model."""
         return ()
+
+    def drop_prefixes(self) -> None:
+        """Forgets all that `match_prefix` could find (a step failed, so what the cache holds is not to be trusted)."""
+        return None
+
+    # One call a step for a whole batch. Same meaning as the calls above, which the defaults make in turn; a scheme
+    # overrides them where a batch is cheaper than its parts. This is the step loop's way: see each allocator's cost.
+
+    def reserve_many(self, rids: Sequence[int], n_tokens: Sequence[int]) -> int:
+        """`reserve(rids[i], n_tokens[i])` in order; how many succeeded before the first that was refused."""
+        for i, (rid, n) in enumerate(zip(rids, n_tokens, strict=True)):
+            if not self.reserve(rid, n):
+                return i
+        return len(rids)
+
+    def slots_many(self, rids: Sequence[int], lo: Sequence[int], hi: Sequence[int]) -> np.ndarray:
+        """i64[sum(hi - lo)]: `slots(rids[i], lo[i], hi[i])`, concatenated."""
+        parts = [self.slots(rid, a, b) for rid, a, b in zip(rids, lo, hi, strict=True)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def page_tables(self, rids: Sequence[int]) -> np.ndarray:
+        """i32[len(rids), P]: each request's page table, unused entries 0; P is the longest's (0 for extent schemes)."""
+        tables = [self.page_table(rid) for rid in rids]
+        out = np.zeros((len(rids), max(map(len, tables), default=0)), np.int32)
+        for row, table in zip(out, tables, strict=True):
+            row[: len(table)] = table
+        return out
+
+    def bases(self, rids: Sequence[int]) -> np.ndarray:
+        """i64[len(rids)]: each request's `base`."""
+        return np.fromiter((self.base(rid) for rid in rids), np.int64, len(rids))
+
+    def appended(self, rids: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """`written(rids[i], [tokens[i]], positions[i])` for each: what committing a step's decodes says."""
+        for rid, token, position in zip(rids, tokens, positions, strict=True):
+            self.written(rid, (token,), position)
