@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from pdlab.core.config import SamplingParams
 from pdlab.core.errors import WorkloadError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """One request to come.
 
-    `prompt` is text or token ids; None means "any text of `prompt_tokens` tokens", which the engine makes up from its
+    `prompt` is text or token ids; None means "any `prompt_tokens` tokens", which `prompts.prompt_of` makes up from a
     seed. `max_tokens` counts unless `params` says otherwise. `kind` is the class whose output lengths an estimator learns.
     """
 
@@ -27,16 +27,15 @@ class Item:
     kind: str = ""
     ttft_deadline_s: float | None = None
     per_token_deadline_s: float | None = None
-    prefix_id: int | None = None  # items of one id start with the same `prefix_tokens` tokens (made-up prompts only)
-    prefix_tokens: int = 0
+    pieces: tuple[tuple[int, int], ...] = ()  # made-up prompts begin with these (content id, tokens); equal ids, equal tokens
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
             raise WorkloadError(f"an item arrives at {self.arrival_s} s", "use a finite time, 0 or later")
         if self.prompt is None and self.prompt_tokens < 1:
             raise WorkloadError(f"an item has no prompt and prompt_tokens={self.prompt_tokens}", "give one of them")
-        if not 0 <= self.prefix_tokens <= max(self.prompt_tokens, 0):
-            raise WorkloadError(f"prefix_tokens={self.prefix_tokens} of {self.prompt_tokens}", "use at most prompt_tokens")
+        if self.pieces and sum(tokens for _, tokens in self.pieces) > self.prompt_tokens:
+            raise WorkloadError(f"pieces={self.pieces} in a prompt of {self.prompt_tokens}", "make them fit")
 
     def sampling(self) -> SamplingParams:
         """`params`, or greedy sampling of exactly `max_tokens` tokens (a made-up prompt has no end of its own)."""
@@ -50,7 +49,7 @@ class Workload:
     name: str
     items: tuple[Item, ...]
     seed: int | None = None
-    clients: int | None = field(default=None)  # closed loop: that many clients, each sending its next item when one ends
+    clients: int | None = None  # closed loop: that many clients; each sends the next item when its last one has ended
 
     def __init__(self, name: str, items: Iterable[Item], seed: int | None = None, clients: int | None = None) -> None:
         object.__setattr__(self, "name", name)
@@ -79,8 +78,6 @@ class Workload:
         """The same requests, arriving `factor` times as fast."""
         if not (math.isfinite(factor) and factor > 0):
             raise WorkloadError(f"factor={factor}", "use a finite factor above 0")
-        from dataclasses import replace
-
         items = (replace(i, arrival_s=i.arrival_s / factor) for i in self.items)
         return Workload(self.name, items, self.seed, self.clients)
 
