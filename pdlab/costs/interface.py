@@ -21,6 +21,10 @@ class Estimator(ABC):
     def remaining(self, request: Request) -> float:
         """Expected seconds of device time until the request ends, were it alone."""
 
+    def remaining_if(self, request: Request, more: float) -> float:
+        """`remaining` were it known that `more` output tokens are still to come."""
+        return self.remaining(request)
+
     @abstractmethod
     def observe(self, row: TraceRow) -> None:
         """A step ended; a learning estimator refines itself."""

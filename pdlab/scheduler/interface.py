@@ -20,7 +20,9 @@ class Policy(ABC):
     ) -> tuple[list[Request], list[Request]]:
         """(order, victims).
 
-        `order`: the waiting requests, most urgent first; one left out is not admitted in this step.
+        `waiting` also holds the running requests whose prompt is not yet computed (status RUNNING): what the decodes
+        leave of a step's token budget is handed out in `order`, so a short prompt may pass a long one between chunks.
+        `order`: those requests, most urgent first; one left out gets no prompt tokens in this step.
         `victims`: the running requests in the order in which they would be preempted when memory runs out, first to go
         first. A policy that preempts for urgency names in `order` whom to admit and lists first in `victims` whom it
         would give up for it (see `preempts`).
