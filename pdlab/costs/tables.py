@@ -57,10 +57,16 @@ class Row:
         return (self.experiment, self.variant, params_json(self.params), self.metric, self.kind)
 
     def cells(self) -> list[str]:
-        """The row as its CSV cells, in the order of COLUMNS; floats with six significant digits."""
-        numbers = ["" if math.isnan(x) else f"{x:.6g}" for x in (self.median, self.p10, self.p90)]
+        """The row as its CSV cells, in the order of COLUMNS; whole numbers whole, others with six significant digits."""
+        numbers = [_cell(x) for x in (self.median, self.p10, self.p90)]
         head = [self.run_id, self.time_utc, self.experiment, self.variant, params_json(self.params), self.metric, self.unit]
         return [*head, *numbers, str(self.n), self.kind, self.status, self.provenance_id]
+
+
+def _cell(x: float) -> str:
+    if math.isnan(x):
+        return ""
+    return str(int(x)) if x == int(x) and abs(x) < 1e15 else f"{x:.6g}"
 
 
 def params_json(params: dict[str, Any]) -> str:

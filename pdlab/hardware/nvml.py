@@ -71,7 +71,8 @@ def _parse_smi(line: str) -> GpuState | None:
         reasons = int(cells[8], 0)
     except ValueError:
         reasons = 0
-    return GpuState(cells[0], cells[1], *(_number(c) for c in cells[2:8]), reasons)
+    sm, memory, max_sm, temperature, power, limit = (_number(c) for c in cells[2:8])
+    return GpuState(cells[0], cells[1], sm, memory, max_sm, temperature, power, limit, reasons)
 
 
 def _from_smi(index: int) -> GpuState | None:

@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Machine:
-    """One device to run on. `capability` and `multiprocessors` are None on a CPU; `problem` says why there is no GPU, if known."""
+    """One device to run on. `capability` and `multiprocessors` are None on a CPU; `problem` says why there is no GPU."""
 
     device: str  # cuda | cpu
     name: str

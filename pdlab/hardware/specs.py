@@ -34,7 +34,7 @@ class DeviceSpec:
     source: str
 
     def flops(self, dtype: str) -> float:
-        """Dense matrix rate in `dtype` (float16, bfloat16 or float32); bfloat16 where there is none runs at the float32 rate."""
+        """Dense matrix rate in `dtype` (float16, bfloat16, float32); bfloat16 without tensor cores runs at float32's."""
         rates = {"float16": self.fp16_flops, "bfloat16": self.bf16_flops or self.fp32_flops, "float32": self.fp32_flops}
         if dtype not in rates:
             raise DeviceUnavailable(f"no data-sheet rate for dtype {dtype!r}", f"use one of: {', '.join(rates)}")
@@ -62,13 +62,14 @@ def _spec(
 
 
 _NV = "https://www.nvidia.com/content/dam/en-zz/Solutions"
+_T4 = f"{_NV}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
 _A100 = f"{_NV}/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
 
 SPECS: dict[str, DeviceSpec] = {
     s.slug: s
     for s in (
         # the card's 256-bit bus at 10 Gbit/s; its data sheet rounds that to "300+"
-        _spec("Tesla T4", (7, 5), 16, 320, (65, 0, 8.1), 4, 40, f"{_NV}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"),
+        _spec("Tesla T4", (7, 5), 16, 320, (65, 0, 8.1), 4, 40, _T4),
         _spec("NVIDIA L4", (8, 9), 24, 300, (121, 121, 30.3), 48, 58, "https://www.nvidia.com/en-us/data-center/l4/"),
         _spec(
             "NVIDIA A10", (8, 6), 24, 600, (125, 125, 31.2), 6, 72,
