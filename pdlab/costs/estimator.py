@@ -69,7 +69,7 @@ class RooflineEstimator(Estimator):
         seconds = self.prefill_seconds(todo) if request.num_computed < request.prompt_len else 0.0
         return seconds + self.decode_seconds(self.lengths.remaining(request.kind, generated), request.num_tokens)
 
-    def observe(self, row: TraceRow) -> None:
+    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
         return None
 
     def finished(self, request: Request) -> None:

@@ -26,8 +26,9 @@ class Estimator(ABC):
         return self.remaining(request)
 
     @abstractmethod
-    def observe(self, row: TraceRow) -> None:
-        """A step ended; a learning estimator refines itself."""
+    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
+        """A step ended; a learning estimator refines itself. `shape` is the plan's, where the caller still has it: a row
+        alone does not say how its prefill tokens were divided among requests."""
 
     def finished(self, request: Request) -> None:
         """A request ended; a learning estimator refines its output-length quantiles."""
