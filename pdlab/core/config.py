@@ -18,7 +18,7 @@ ALLOCATORS = ("paged",)
 ATTENTION = ("auto", "plain", "sdpa")
 BATCHING = ("continuous_chunked", "continuous")
 POLICIES = ("fcfs",)
-ESTIMATORS = ("roofline",)
+ESTIMATORS = ("roofline", "learned")
 EXECUTORS = ("torch", "simulated")
 
 

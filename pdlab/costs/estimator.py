@@ -1,6 +1,7 @@
 """What a step will take and what a request has left, in seconds.
 
-`RooflineEstimator` needs no data: counted FLOPs and bytes over measured or published ceilings.
+`RooflineEstimator` needs no data: counted FLOPs and bytes over measured or published ceilings. `LearnedEstimator`
+(costs.learned) starts there and fits itself to the machine.
 """
 
 from __future__ import annotations
@@ -63,11 +64,19 @@ class RooflineEstimator(Estimator):
         base, slope = self._decode
         return tokens * (base + slope * (context + tokens / 2))
 
+    def forget_prices(self) -> None:
+        """Prices remembered by prefill_seconds and decode_seconds are asked for again."""
+        self._prices.clear()
+        self._decode = None
+
     def remaining(self, request: Request) -> float:
-        todo = request.num_tokens - request.num_computed
-        generated = len(request.output_token_ids)
-        seconds = self.prefill_seconds(todo) if request.num_computed < request.prompt_len else 0.0
-        return seconds + self.decode_seconds(self.lengths.remaining(request.kind, generated), request.num_tokens)
+        return self.remaining_if(request, self.lengths.remaining(request.kind, len(request.output_token_ids)))
+
+    def remaining_if(self, request: Request, more: float) -> float:
+        seconds = 0.0
+        if request.num_computed < request.prompt_len or not request.output_token_ids:
+            seconds = max(0.0, self.prefill_seconds(request.num_tokens) - self.prefill_seconds(request.num_computed))
+        return seconds + self.decode_seconds(more, request.num_tokens)
 
     def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
         return None
@@ -100,4 +109,8 @@ def make_estimator(config: EngineConfig, model_config: ModelConfig, ceilings: Ce
     """The estimator that `config.estimator` names."""
     if config.estimator == "roofline":
         return RooflineEstimator(model_config, ceilings, itemsize, config.max_batch_tokens)
-    raise ConfigError(f"estimator={config.estimator!r} is not built", "choose roofline")
+    if config.estimator == "learned":
+        from pdlab.costs.learned import LearnedEstimator
+
+        return LearnedEstimator(model_config, ceilings, itemsize, config.max_batch_tokens)
+    raise ConfigError(f"estimator={config.estimator!r} is not built", "choose roofline or learned")

@@ -17,10 +17,14 @@ from pdlab.core.clock import VirtualClock
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import CapacityError, EngineClosed, StepFailed
 from pdlab.core.plan import KVCopy, Plan, PlanShape
+from pdlab.costs.calibration import cost_model
+from pdlab.costs.formulas import itemsize_of, weights_bytes
+from pdlab.costs.roofline import ceilings_for
 from pdlab.engine.interface import StepResult
+from pdlab.hardware.specs import find_spec
 from pdlab.models.config import ModelConfig
 
-HOST_SECONDS = 3e-4  # planning, upload and commit of one step; measured engines replace it
+CPU_MEMORY_BYTES = 4 << 30  # KV memory is cut from this where the simulated device is a CPU
 RUNTIME_SHARE = 0.03  # of device memory: context, kernels, activations
 
 
@@ -56,7 +60,7 @@ class SimulatedExecutor:
 
     `step_seconds(shape)` is the cost model; `capacity_tokens` the KV slots; `host_s` the host's share of each step;
     `copy_s_per_token` what moving one token's KV costs (compaction, copy on write); `calibration` says where the cost
-    model comes from ("recorded" or "predicted") and is shown wherever a number made here is shown.
+    model comes from (costs.calibration: "recorded" or "predicted") and is shown wherever a number made here is shown.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class SimulatedExecutor:
         capacity_tokens: int,
         *,
         steps_in_flight: int = 1,
-        host_s: float = HOST_SECONDS,
+        host_s: float = 0.0,
         copy_s_per_token: float = 0.0,
         calibration: str = "predicted",
         clock: VirtualClock | None = None,
@@ -146,3 +150,33 @@ def kv_capacity(config: EngineConfig, model: ModelConfig, memory_bytes: int, wei
             "choose a smaller model, a narrower dtype or a larger device",
         )
     return tokens // config.page_size * config.page_size
+
+
+def simulated_dtype(config: EngineConfig) -> str:
+    """The dtype rule applied to the simulated device."""
+    if config.dtype != "auto":
+        return config.dtype
+    sheet = find_spec(config.simulated_device)
+    if sheet is None:
+        return "float32"
+    return "bfloat16" if sheet.capability >= (8, 0) else "float16"
+
+
+def make_simulated(config: EngineConfig, model: ModelConfig, clock: VirtualClock | None = None) -> SimulatedExecutor:
+    """An executor that imitates `config.simulated_device` running `model`; see costs.calibration for what it knows of it."""
+    dtype = simulated_dtype(config)
+    itemsize = itemsize_of(dtype)
+    cost = cost_model(model, config.simulated_device, dtype)
+    sheet = find_spec(config.simulated_device)
+    memory = sheet.memory_bytes if sheet else CPU_MEMORY_BYTES
+    copy = 2 * model.kv_bytes_per_token(itemsize) / ceilings_for(config.simulated_device, dtype).copy_bytes_per_s
+    return SimulatedExecutor(
+        model,
+        cost.step_seconds,
+        kv_capacity(config, model, memory, weights_bytes(model, itemsize), itemsize),
+        steps_in_flight=config.steps_in_flight,
+        host_s=cost.host_s,
+        copy_s_per_token=copy,
+        calibration=cost.source,
+        clock=clock,
+    )

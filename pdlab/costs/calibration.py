@@ -1,0 +1,102 @@
+"""What a step costs on a device that is not here: from what was recorded there, else from its data sheet.
+
+In this order: an estimator that learned on that device and was saved (`estimators/<device>/<model>-<dtype>.json`, the
+user's own before the shipped one); the recorded `prefill_vs_decode` rows of this model and dtype; the roofline of the data
+sheet, slowed by the shares of the ceilings that kernels commonly reach. The last is marked "predicted", the others "recorded".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdlab.core.errors import MeasurementError
+from pdlab.core.paths import find_data, home_dir
+from pdlab.core.plan import PlanShape
+from pdlab.costs import formulas, roofline, tables
+from pdlab.costs.learned import LearnedEstimator
+from pdlab.models.config import ModelConfig
+
+# shares of the ceilings and microseconds a layer that a tuned engine reaches on recent GPUs; used where nothing was recorded
+MATMUL_SHARE = 0.70
+ATTENTION_SHARE = 0.55
+BANDWIDTH_SHARE = 0.85
+LAYER_SECONDS = 8e-6
+HOST_SECONDS = 3e-4
+_LEAST_ROWS = 4  # recorded steps of each phase that make a calibration
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """`step_seconds(shape)` on the device, `host_s` of the engine's own work a step, and where both come from."""
+
+    step_seconds: Callable[[PlanShape], float]
+    host_s: float
+    source: str  # recorded | predicted
+    detail: str
+
+
+def estimator_file(device: str, model: str, dtype: str) -> str:
+    """Path, relative to the data folder or to home_dir(), of the estimator saved for a device."""
+    return f"estimators/{tables.check_name(device, 'device')}/{tables.check_name(model, 'model')}-{dtype}.json"
+
+
+def save_for_device(estimator: LearnedEstimator, device: str, dtype: str, root: Path | None = None) -> Path:
+    """Saves under home_dir() (or `root`), where `cost_model` and a later engine on this device find it."""
+    path = (root or home_dir()) / estimator_file(device, estimator.model.name, dtype)
+    estimator.save(path)
+    return path
+
+
+def data_sheet_cost(model: ModelConfig, device: str, dtype: str) -> Callable[[PlanShape], float]:
+    """Sum over operations of the slower of compute and bandwidth at the shares above, and a constant a layer."""
+    c = roofline.ceilings_for(device, dtype)
+    itemsize = formulas.itemsize_of(dtype)
+    rate, bandwidth = c.matmul_flops_per_s, c.read_bytes_per_s
+    shares = {op: ATTENTION_SHARE if op == "attention" else MATMUL_SHARE for op in formulas.OPERATIONS}
+    launches = LAYER_SECONDS * model.num_layers
+
+    def seconds(shape: PlanShape) -> float:
+        flops, moved = formulas.step_flops(model, shape), formulas.step_bytes(model, shape, itemsize)
+        pairs = zip(flops.items(), moved.items(), strict=True)
+        return launches + sum(max(f / (shares[op] * rate), b / (BANDWIDTH_SHARE * bandwidth)) for (op, f), (_, b) in pairs)
+
+    return seconds
+
+
+def _from_rows(model: ModelConfig, device: str, dtype: str) -> LearnedEstimator | None:
+    rows = tables.newest(tables.read(device, "prefill_vs_decode"))
+    name = model.name.removeprefix("random:")
+    steps = {"prefill": [], "decode": []}  # type: dict[str, list[tuple[PlanShape, float]]]
+    for r in rows:
+        p = r.params
+        if r.variant != "ours" or r.metric != "latency" or p.get("model") != name or p.get("dtype") != dtype:
+            continue
+        batch, tokens = int(p["batch"]), int(p["tokens"])
+        make = formulas.prefill_shape if p.get("phase") == "prefill" else formulas.decode_shape
+        shape = make(tokens, batch) if make is formulas.prefill_shape else make(batch, tokens)
+        steps[str(p.get("phase"))].append((shape, r.median / 1e3))
+    if min(len(s) for s in steps.values()) < _LEAST_ROWS:
+        return None
+    learned = LearnedEstimator(model, roofline.ceilings_for(device, dtype), formulas.itemsize_of(dtype))
+    for _ in range(3):  # few rows: a few passes stand for more of the same
+        for shape, seconds in steps["prefill"] + steps["decode"]:
+            learned.learn(shape, seconds)
+    return learned
+
+
+def cost_model(model: ModelConfig, device: str, dtype: str = "bfloat16") -> CostModel:
+    """The best that is known of `model` on `device`; DeviceUnavailable where there is not even a data sheet."""
+    name = model.name.removeprefix("random:")
+    path = find_data(estimator_file(device, name, dtype))
+    if path is not None:
+        learned = LearnedEstimator(model, roofline.ceilings_for(device, dtype), formulas.itemsize_of(dtype))
+        learned.load(path)
+        if not learned.seen:
+            raise MeasurementError(f"{path} holds an estimator that has seen no step", "delete it, or record it again")
+        return CostModel(learned.step_seconds, learned.host_s or HOST_SECONDS, "recorded", f"{learned.seen} steps, {path.name}")
+    fitted = _from_rows(model, device, dtype)
+    if fitted is not None:
+        return CostModel(fitted.step_seconds, HOST_SECONDS, "recorded", f"{fitted.seen // 3} rows of prefill_vs_decode")
+    return CostModel(data_sheet_cost(model, device, dtype), HOST_SECONDS, "predicted", "data sheet and common shares of it")
