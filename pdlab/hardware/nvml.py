@@ -27,6 +27,8 @@ REASONS = {
 # It is logged all the same.
 THROTTLING = 0x008 | 0x020 | 0x040 | 0x080
 
+UNKNOWN: dict[str, Any] = dict.fromkeys(("gpu", "driver", "clocks", "temperature", "power", "throttle"))
+
 _FIELDS = (
     "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit,clocks_event_reasons.active"
 )
@@ -138,7 +140,7 @@ def clocks(index: int = 0) -> dict[str, Any]:
     """The state as provenance records it: gpu, driver, clocks (MHz), temperature (°C), power (W), throttle (names)."""
     now = state(index)
     if now is None:
-        return {"gpu": None, "driver": None, "clocks": None, "temperature": None, "power": None, "throttle": None}
+        return dict(UNKNOWN)
     return {
         "gpu": now.name,
         "driver": now.driver,
