@@ -121,6 +121,7 @@ def config_of(name: str | Path) -> ModelConfig:
     path = Path(bare).expanduser()
     if str(name).startswith(RANDOM) or not path.exists():
         raise unknown_model(str(name))
-    from pdlab.models import gguf_file, hf
+    from pdlab.models.gguf_file import read_config as of_file
+    from pdlab.models.hf import read_config as of_folder
 
-    return gguf_file.read_config(path) if path.is_file() else hf.read_config(path)
+    return of_file(path) if path.is_file() else of_folder(path)

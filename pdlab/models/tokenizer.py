@@ -115,7 +115,7 @@ class TrainedTokenizer:
         inner: tokenizers.Tokenizer,
         *,
         bos: int | None = None,
-        add_bos: bool = False,
+        add_bos: bool | None = None,
         template: str | None = None,
         variables: dict[str, Any] | None = None,
     ) -> None:
@@ -128,7 +128,7 @@ class TrainedTokenizer:
 
     def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
         wanted = self.add_bos if add_bos is None else add_bos
-        ids = self._inner.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._inner.encode(text, add_special_tokens=wanted is None).ids  # None: tokenizer.json knows
         return [self.bos, *ids] if wanted and self.bos is not None else ids
 
     def decode(self, ids: Sequence[int]) -> str:

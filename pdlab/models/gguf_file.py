@@ -1,0 +1,169 @@
+"""GGUF files of the LLaMA architecture (and Qwen3's): weights dequantized, configuration and tokenizer from the metadata.
+
+Two things to undo. The writer reorders the rows of q and k so that rotary pairs are neighbours (2 i, 2 i + 1); this
+package rotates halves (i, i + D/2), so within each head the rows go back: [D/2, 2] -> [2, D/2]. Left out, the model still
+answers easy questions, while its loss doubles. And tensors stored as float32 are read-only views of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdlab.core.errors import UnknownModel, WeightsError
+from pdlab.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import gguf
+    import torch
+
+    from pdlab.models.tokenizer import TrainedTokenizer
+
+ARCHITECTURES = ("llama", "qwen3")
+PERMUTED = ("llama",)
+_CONTROL = 3  # token type of special tokens
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name stays."""
+    block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if block and block[2] in _NAMES:
+        return f"model.layers.{block[1]}.{_NAMES[block[2]]}.{block[3]}"
+    stem, _, part = name.rpartition(".")
+    return f"{_NAMES[stem]}.{part}" if stem in _NAMES else name
+
+
+class GgufCheckpoint:
+    """source.Checkpoint over a GGUF file; `config` is what its metadata says."""
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self.path = path
+        size = path.stat().st_size
+        try:
+            self.reader: gguf.GGUFReader = gguf.GGUFReader(path)
+        except Exception as error:  # a cut file shows as ValueError, IndexError or KeyError of the reader
+            raise WeightsError(f"{path} ({size:,} bytes) cannot be read as GGUF: {error}", "fetch it again") from error
+        self._tensors = {hf_name(t.name): t for t in self.reader.tensors}
+        self.architecture = self._field("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise UnknownModel(f"{path} holds a {self.architecture!r} model", f"supported in GGUF: {', '.join(ARCHITECTURES)}")
+        self.config = self._config()
+
+    def _field(self, key: str, default: Any = None) -> Any:
+        field = self.reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def _size(self, key: str) -> Any:
+        value = self._field(f"{self.architecture}.{key}")
+        if value is None:
+            raise WeightsError(
+                f"{self.path} lacks {self.architecture}.{key}", "its metadata should say every size of the model"
+            )
+        return value
+
+    def _config(self) -> ModelConfig:
+        hidden, heads = self._size("embedding_length"), self._size("attention.head_count")
+        scaling = self._field(f"{self.architecture}.rope.scaling.type", "none")
+        if scaling != "none" or "rope_freqs.weight" in self._tensors:
+            hint = "use the model's Hugging Face folder, whose config.json says how"
+            raise WeightsError(f"{self.path} scales its rotary embedding, which is not read from GGUF", hint)
+        eos = self._field("tokenizer.ggml.eos_token_id")
+        embed = self._tensors.get("model.embed_tokens.weight")
+        if embed is None:
+            raise WeightsError(f"{self.path} has no tensor 'token_embd.weight'", "the file is incomplete: fetch it again")
+        return ModelConfig(
+            name=self.path.stem,
+            family="llama",
+            vocab_size=int(embed.shape[1]),
+            hidden_size=hidden,
+            num_layers=self._size("block_count"),
+            num_heads=heads,
+            num_kv_heads=self._field(f"{self.architecture}.attention.head_count_kv", heads),
+            head_dim=self._field(f"{self.architecture}.attention.key_length", hidden // heads),
+            ffn_size=self._size("feed_forward_length"),
+            max_context=self._size("context_length"),
+            # stored as float32: 9.9999997e-06 means 1e-5
+            norm_eps=float(f"{self._size('attention.layer_norm_rms_epsilon'):.6g}"),
+            tie_embeddings="lm_head.weight" not in self._tensors,
+            rope_theta=float(self._field(f"{self.architecture}.rope.freq_base", 10000.0)),
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
+            out_bias="model.layers.0.self_attn.o_proj.bias" in self._tensors,
+            qk_norm=self.architecture == "qwen3",
+            bos_token_id=self._field("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=() if eos is None else (eos,),
+            pad_token_id=self._field("tokenizer.ggml.padding_token_id"),
+        )
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def where(self, name: str) -> str:
+        return str(self.path)
+
+    def read(self, name: str) -> torch.Tensor:
+        import gguf
+        import torch
+
+        tensor = self._tensors[name]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        out = torch.from_numpy(values.copy() if not values.flags.writeable else values)
+        if self.architecture in PERMUTED and (".q_proj." in name or ".k_proj." in name):
+            heads = self.config.num_heads if ".q_proj." in name else self.config.num_kv_heads
+            out = out.view(heads, self.config.head_dim // 2, 2, -1).transpose(1, 2).reshape(out.shape)
+        return out
+
+    def tokenizer(self) -> TrainedTokenizer | None:
+        """A byte-level BPE tokenizer from the metadata; None for kinds other than `smollm` and `gpt-2`."""
+        kind = self._field("tokenizer.ggml.pre")
+        if self._field("tokenizer.ggml.model") != "gpt2" or kind not in ("smollm", "gpt-2"):
+            return None
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Inner
+
+        from pdlab.models.tokenizer import TrainedTokenizer
+
+        tokens: list[str] = self._field("tokenizer.ggml.tokens")
+        merges = [tuple(m.split(" ")) for m in self._field("tokenizer.ggml.merges")]
+        inner = Inner(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+        steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        if kind == "smollm":
+            steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+        inner.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        inner.decoder = decoders.ByteLevel()
+        types = self._field("tokenizer.ggml.token_type", [])
+        special = [AddedToken(t, special=True, normalized=False) for t, kind in zip(tokens, types) if kind == _CONTROL]
+        inner.add_special_tokens(special)
+        bos = self.config.bos_token_id
+        names = {"bos_token": bos, "eos_token": next(iter(self.config.eos_token_ids), None)}
+        return TrainedTokenizer(
+            inner,
+            bos=bos,
+            add_bos=bool(self._field("tokenizer.ggml.add_bos_token", False)),
+            template=self._field("tokenizer.chat_template"),
+            variables={key: tokens[i] for key, i in names.items() if i is not None},
+        )
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Configuration of a GGUF file from its metadata."""
+    return GgufCheckpoint(path).config
