@@ -17,7 +17,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ALLOCATORS = ("paged",)
 ATTENTION = ("auto", "plain", "sdpa")
 BATCHING = ("continuous_chunked", "continuous")
-POLICIES = ("fcfs",)
+POLICIES = (
+    "fcfs", "sjf", "sjf_aging", "least_remaining", "priority", "deadline", "oracle", "article", "article_no_ties",
+)  # fmt: skip
 ESTIMATORS = ("roofline", "learned")
 EXECUTORS = ("torch", "simulated")
 
@@ -61,6 +63,12 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt + output; at most the model's context
     steps_in_flight: int = 1  # 1 or 2: two overlap the host with the device
     estimator: str = "roofline"
+    aging_factor: float = 10.0  # sjf_aging, oracle: headstart for others, in multiples of a request's own seconds alone
+    patience_s: float = 30.0  # sjf_aging, oracle, deadline: the longest headstart others may get
+    priority_ratio: float = 4.0  # priority: a class's weight over that of the class below
+    article_budget_s: float = 2.0  # article: estimated seconds that a batch may add up to
+    ttft_objective_s: float = 1.0  # deadline: for requests that state none of their own
+    per_token_objective_s: float = 0.1
 
     seed: int = 0  # requests without a seed of their own derive one from this and their number
 
@@ -100,6 +108,11 @@ class EngineConfig:
         for name in ("max_batch_requests", "max_batch_tokens"):
             value = getattr(self, name)
             _check(_is_int(value) and value >= 1, name, value, "use a whole number, 1 or more")
+        for name in (
+            "aging_factor", "patience_s", "priority_ratio", "article_budget_s", "ttft_objective_s", "per_token_objective_s",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
         _check(self.steps_in_flight in (1, 2), "steps_in_flight", self.steps_in_flight, "use 1 or 2")
         _check(_is_int(self.seed), "seed", self.seed, "use a whole number")
 

@@ -55,6 +55,10 @@ class AllocatorError(PdlabError):
     """A broken allocator invariant (a slot owned twice, a leak) or a call that the contract forbids."""
 
 
+class PolicyError(PdlabError):
+    """A scheduling policy failed on the requests it was shown; nothing was planned."""
+
+
 class StepFailed(PdlabError):
     """A step raised; the requests it carried end with finish_reason 'error' and this cause."""
 

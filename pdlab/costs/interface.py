@@ -17,6 +17,10 @@ class Estimator(ABC):
     def step_seconds(self, shape: PlanShape) -> float:
         """How long the device needs for a step of this shape."""
 
+    def prefill_seconds(self, tokens: int) -> float:
+        """How long the device needs to compute `tokens` tokens of one request alone, from nothing."""
+        return self.step_seconds(PlanShape(prefill=((tokens, 0),), sampled=1)) if tokens > 0 else 0.0
+
     @abstractmethod
     def remaining(self, request: Request) -> float:
         """Expected seconds of device time until the request ends, were it alone."""

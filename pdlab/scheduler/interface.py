@@ -17,7 +17,7 @@ class Policy(ABC):
     @abstractmethod
     def order(
         self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
-    ) -> tuple[list[Request], list[Request]]:
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
         """(order, victims).
 
         `waiting` also holds the running requests whose prompt is not yet computed (status RUNNING): what the decodes

@@ -1,44 +1,266 @@
 """Who runs next: the policies, and what each promises about waiting.
 
-A policy sees the requests that wait and those that run, and answers in which order to admit the first and to give up the
-second. It holds no queue. How many tokens each request gets in a step is batching's concern.
+A policy sees the requests that wait (or whose prompt is still being computed) and those that run, and answers in which
+order to serve the first and to give up the second. It holds no queue; what it remembers of a request is a number.
+
+    fcfs             arrival
+    sjf              estimated seconds alone                            starves long requests under load
+    sjf_aging        arrival + min(factor x seconds alone, patience)    every wait is bounded, see AgedShortestFirst
+    least_remaining  estimated seconds left, now; preempts              starves long requests under load
+    oracle           sjf_aging with the true output length: what better guesses could win at most
+    priority         classes share the device by weight; preempts      no class starves
+    deadline         earliest deadline that can still be met (deadlines.py)
+    article          shortest first within a time budget, as the article has it (article_policy.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
 
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import ConfigError
-from pdlab.core.request import Request
+from pdlab.core.request import Request, Status
 from pdlab.costs.interface import Estimator
 from pdlab.scheduler.interface import Policy
 
-
-def _arrival(request: Request) -> tuple[float, int]:
-    """First come, first served; equal arrivals keep the order of their numbers, so no two keys are ever equal."""
-    return request.arrival_s, request.request_id
+MOST_PREEMPTIONS = 2  # a request that was preempted this often for others' sake is left to finish
 
 
-class FirstComeFirstServed(Policy):
-    """Admits in order of arrival; the last to arrive is the first to give up its memory.
+class Lazily(Sequence[Request]):
+    """A list that is made when it is first read: most steps never ask whom to give up."""
 
-    Promise: nobody who arrived later is admitted earlier, so a wait is bounded by the work of those already there.
+    def __init__(self, make: Callable[[], list[Request]]) -> None:
+        self._make = make
+        self._made: list[Request] | None = None
+
+    def _list(self) -> list[Request]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._list())
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._list())
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        return self._list()[index]
+
+
+class Remembered:
+    """A number per request, asked for once and forgotten when the request has gone."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+
+    def get(self, request: Request, ask: Callable[[Request], float]) -> float:
+        value = self._known.get(request.request_id)
+        if value is None:
+            value = self._known[request.request_id] = ask(request)
+        return value
+
+    def forget_all_but(self, *groups: Sequence[Request]) -> None:
+        """Drops what belongs to none of the groups, once there is more of it than is worth keeping."""
+        if len(self._known) > 1024 + 2 * sum(map(len, groups)):
+            there = {r.request_id for group in groups for r in group}
+            self._known = {rid: value for rid, value in self._known.items() if rid in there}
+
+
+class KeyedPolicy(Policy):
+    """Serves by rising key and gives up by falling key; ties go by arrival, then number, so no two keys are equal."""
+
+    @abstractmethod
+    def key(self, request: Request, now: float, estimator: Estimator) -> float: ...
+
+    def order(
+        self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        def full(r: Request) -> tuple[float, float, int]:
+            return self.key(r, now, estimator), r.arrival_s, r.request_id
+
+        return sorted(waiting, key=full), Lazily(lambda: sorted(running, key=full, reverse=True))
+
+
+class FirstComeFirstServed(KeyedPolicy):
+    """Serves in order of arrival; the last to arrive is the first to give up its memory.
+
+    Promise: nobody who arrived later is served earlier, so a wait is bounded by the work of those already there.
     """
 
     name = "fcfs"
 
+    def key(self, request: Request, now: float, estimator: Estimator) -> float:
+        return request.arrival_s
+
+
+class ShortestFirst(KeyedPolicy):
+    """The article's idea, mended: least estimated seconds alone first; ties by arrival; nobody is too long to run.
+
+    Promise: a good mean. Not a good worst case: under load a long request waits as long as shorter ones keep arriving.
+    """
+
+    name = "sjf"
+
+    def __init__(self) -> None:
+        self._seconds = Remembered()
+
+    def key(self, request: Request, now: float, estimator: Estimator) -> float:
+        return self._seconds.get(request, estimator.remaining)
+
     def order(
         self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
-    ) -> tuple[list[Request], list[Request]]:
-        return sorted(waiting, key=_arrival), sorted(running, key=_arrival, reverse=True)
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        self._seconds.forget_all_but(waiting, running)
+        return super().order(waiting, running, now, estimator)
 
 
-POLICY_CLASSES: dict[str, type[Policy]] = {FirstComeFirstServed.name: FirstComeFirstServed}
+class AgedShortestFirst(ShortestFirst):
+    """Shortest first, but who has waited long enough is overtaken by nobody who arrives later.
+
+        key(r) = arrival(r) + headstart(r)      headstart(r) = min(factor · seconds_alone(r), patience)
+
+    seconds_alone is estimated once, when r is first seen. Every headstart is >= 0, so a request that arrives after key(r)
+    has a larger key than r: from key(r) on, the set of requests before r only shrinks. Promise:
+
+        wait(r) <= headstart(r) + work(r)       work(r) = seconds alone of those still there at key(r) with smaller keys
+
+    since a step that serves several takes no longer than serving them one after another. In steps: after key(r), r is
+    served at the latest when those before it have computed all their tokens, one a step. `patience` bounds headstart
+    whatever the estimates say, so a wrong estimator costs order, never the bound.
+    """
+
+    name = "sjf_aging"
+
+    def __init__(self, factor: float, patience_s: float) -> None:
+        super().__init__()
+        self.factor, self.patience_s = factor, patience_s
+
+    def seconds_alone(self, request: Request, estimator: Estimator) -> float:
+        return estimator.remaining(request)
+
+    def key(self, request: Request, now: float, estimator: Estimator) -> float:
+        return self._seconds.get(
+            request,
+            lambda r: r.arrival_s + min(max(0.0, self.factor * self.seconds_alone(r, estimator)), self.patience_s),
+        )
+
+
+class OracleLengths(AgedShortestFirst):
+    """AgedShortestFirst that knows the output length (max_tokens, which replayed and made-up requests always reach)."""
+
+    name = "oracle"
+
+    def seconds_alone(self, request: Request, estimator: Estimator) -> float:
+        return estimator.remaining_if(request, max(1, request.params.max_tokens - len(request.output_token_ids)))
+
+
+class LeastRemaining(KeyedPolicy):
+    """Least estimated seconds left, asked anew every step; takes the place of one that has much more left.
+
+    A victim computes its tokens again, so it is preempted only for one whose whole time and that repeat together are under
+    half of what the victim has left, and at most MOST_PREEMPTIONS times. Promise: the best mean of all that know no more;
+    like sjf, no bound on the longest wait.
+    """
+
+    name = "least_remaining"
+
+    def key(self, request: Request, now: float, estimator: Estimator) -> float:
+        return estimator.remaining(request)
+
+    def preempts(self, candidate: Request, victim: Request, now: float, estimator: Estimator) -> bool:
+        if victim.preemptions >= MOST_PREEMPTIONS:
+            return False
+        repeat = estimator.prefill_seconds(victim.num_computed)
+        return estimator.remaining(candidate) + repeat < 0.5 * estimator.remaining(victim)
+
+
+class WeightedPriority(Policy):
+    """Classes by `Request.priority` share the device as ratio^priority; within a class, first come first served.
+
+    Each class counts the estimated seconds it was given; the class that has had least for its weight is next (start-time
+    fair queueing: one that was away resumes at the least count of those present, without credit for its absence). It
+    takes the place of a lower class that has had more for its weight, at most MOST_PREEMPTIONS times the same request.
+
+    Promise: while it waits, a class of weight w gets at least w / (sum of weights waiting) of what is admitted, give or
+    take one request, so no class starves.
+    """
+
+    name = "priority"
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+        self._seconds = Remembered()
+        self._given: dict[int, float] = {}  # class -> seconds given / weight
+        self._counted: set[int] = set()  # running requests whose seconds are in _given
+
+    def weight(self, priority: int) -> float:
+        return self.ratio ** max(-64, min(64, priority))
+
+    def _count(self, waiting: Sequence[Request], running: Sequence[Request], estimator: Estimator) -> None:
+        self._seconds.forget_all_but(waiting, running)
+        there = {r.request_id for r in running}
+        self._counted &= there
+        for r in running:
+            if r.request_id not in self._counted:
+                self._counted.add(r.request_id)
+                cost = self._seconds.get(r, estimator.remaining) / self.weight(r.priority)
+                self._given[r.priority] = self._given.get(r.priority, 0.0) + cost
+
+    def order(
+        self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        self._count(waiting, running, estimator)
+        present = {r.priority for r in waiting} | {r.priority for r in running}
+        floor = min((self._given[p] for p in present if p in self._given), default=0.0)
+        queues: dict[int, list[Request]] = {}
+        for r in sorted(waiting, key=lambda r: (r.status is not Status.RUNNING, r.arrival_s, r.request_id), reverse=True):
+            queues.setdefault(r.priority, []).append(r)
+        self._given = {p: max(self._given.get(p, floor), floor) for p in present}
+        heap = [(self._given[p], -p) for p in queues]
+        heapq.heapify(heap)
+        out: list[Request] = []
+        while heap:
+            given, minus = heap[0]
+            request = queues[-minus].pop()
+            out.append(request)
+            if request.request_id not in self._counted:
+                given += self._seconds.get(request, estimator.remaining) / self.weight(-minus)
+            if queues[-minus]:
+                heapq.heapreplace(heap, (given, minus))
+            else:
+                heapq.heappop(heap)
+        return out, Lazily(lambda: sorted(running, key=lambda r: (r.priority, -r.arrival_s, -r.request_id)))
+
+    def preempts(self, candidate: Request, victim: Request, now: float, estimator: Estimator) -> bool:
+        if candidate.priority <= victim.priority or victim.preemptions >= MOST_PREEMPTIONS:
+            return False
+        return self._given.get(candidate.priority, 0.0) <= self._given.get(victim.priority, 0.0)
 
 
 def make_policy(config: EngineConfig) -> Policy:
-    """The policy that `config.policy` names."""
-    if config.policy not in POLICY_CLASSES:
-        raise ConfigError(f"policy={config.policy!r} is not built", f"choose one of: {', '.join(sorted(POLICY_CLASSES))}")
-    return POLICY_CLASSES[config.policy]()
+    """The policy that `config.policy` names, with the fields of `config` that set it."""
+    from pdlab.scheduler.article_policy import Article
+    from pdlab.scheduler.deadlines import EarliestDeadline
+
+    makers: dict[str, Callable[[], Policy]] = {
+        "fcfs": FirstComeFirstServed,
+        "sjf": ShortestFirst,
+        "sjf_aging": lambda: AgedShortestFirst(config.aging_factor, config.patience_s),
+        "oracle": lambda: OracleLengths(config.aging_factor, config.patience_s),
+        "least_remaining": LeastRemaining,
+        "priority": lambda: WeightedPriority(config.priority_ratio),
+        "deadline": lambda: EarliestDeadline(config.ttft_objective_s, config.per_token_objective_s, config.patience_s),
+        "article": lambda: Article(config.article_budget_s),
+        "article_no_ties": lambda: Article(config.article_budget_s, break_ties=True),
+    }
+    if config.policy not in makers:
+        raise ConfigError(f"policy={config.policy!r} is not built", f"choose one of: {', '.join(makers)}")
+    return makers[config.policy]()
