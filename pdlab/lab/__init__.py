@@ -1,1 +1,7 @@
-"""What notebooks call: setup, figures, widgets."""
+"""What notebooks draw with: setup (Colab, machine, profile), figures, widgets. Importing this is light."""
+
+from __future__ import annotations
+
+from pdlab.lab.session import Lab, setup
+
+__all__ = ["Lab", "setup"]

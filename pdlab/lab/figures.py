@@ -1,0 +1,241 @@
+"""The charts that notebooks share. Each takes a tidy table, a claim for the title and a footer, and returns a LabFigure.
+
+Tables of lines and points have the columns `x`, `y`, `series` and `kind`; measured rows may add `p10` and `p90`. `kind` is
+measured | recorded | simulated (solid, filled markers), predicted (dashed) or article (hollow diamonds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pdlab.lab.style import FAINT, INK, MARKERS, PALETTE, PAPER, LabFigure, canvas
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_lines", "heat", "latency", "roofline", "shares", "timeline", "utilization"]
+
+
+def colours(series: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """(colour, marker) of each series in order of appearance."""
+    names = list(dict.fromkeys(series))
+    return {name: (PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+
+
+def plain_ticks(axis: Any, values: Iterable[float], limit: int = 9) -> None:
+    """Ticks at the measured values themselves, thinned to `limit`, written as whole numbers with thousands separators."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    at = sorted(set(values))
+    every = -(-len(at) // limit)
+    axis.set_major_locator(FixedLocator(at[:: every or 1]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
+
+
+def short(value: float, _: Any = None) -> str:
+    """Tick text of a logarithmic axis: 0.02, 3, 400, 20,000."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def _y_scale(ax: Axes, values: pd.Series) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = float(values.min()), float(values.max())
+    if low <= 0 or high / low < 4:
+        ax.set_ylim(0, high * 1.25)
+        return
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if high / low < 300 else (1.0,)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(short))
+
+
+def draw_lines(ax: Axes, table: pd.DataFrame) -> None:
+    """The series of `table` on `ax`, each kind in its own manner, with a legend where there is more than one line."""
+    look = colours(table["series"])
+    for (series, kind), rows in table.groupby(["series", "kind"], sort=False):
+        colour, marker = look[series]
+        rows = rows.sort_values("x")
+        if kind == "predicted":
+            ax.plot(rows["x"], rows["y"], "--", color=colour, marker="", linewidth=1.5, label=f"{series}, predicted")
+        elif kind == "article":
+            style: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": INK, "markersize": 8, "markeredgewidth": 1.4}
+            ax.plot(rows["x"], rows["y"], "D", label=f"{series}, article", **style)
+        else:
+            label = str(series) if kind == "measured" else f"{series}, {kind}"
+            ax.plot(rows["x"], rows["y"], "-", color=colour, marker=marker, label=label)
+            if "p10" in rows and rows["p10"].notna().any():
+                ax.fill_between(rows["x"], rows["p10"], rows["p90"], color=colour, alpha=0.18, linewidth=0)
+    if len(ax.get_lines()) > 1:
+        ax.legend(loc="best")
+
+
+def latency(
+    panels: dict[str, pd.DataFrame],
+    *,
+    claim: str,
+    footer: str,
+    xlabel: str,
+    ylabel: str,
+    size: tuple[float, float] = (8.6, 4.6),
+) -> LabFigure:
+    """Time against size, one panel a title. Both axes are logarithmic, so a slope of 1 doubles with its input; a panel whose
+    times differ by less than four times has a plain axis from 0 instead, so that flat looks flat."""
+    figure, axes = canvas(claim, footer, size=size, columns=len(panels))
+    for ax, (title, table) in zip(axes[0], panels.items()):
+        draw_lines(ax, table)
+        ax.set(title=title if len(panels) > 1 else "", xlabel=xlabel, xscale="log")
+        plain_ticks(ax.xaxis, table["x"], limit=7)
+        _y_scale(ax, table["y"])
+    axes[0, 0].set_ylabel(ylabel)
+    return figure
+
+
+def roofline(points: pd.DataFrame, *, read_bytes_per_s: float, matmul_flops_per_s: float, claim: str, footer: str) -> LabFigure:
+    """Achieved FLOP/s over intensity under the measured ceilings.
+
+    `points`: series, intensity (FLOP per byte), flops_per_s, and label ("" for none). Points of a series are joined in order.
+    """
+    import numpy as np
+    from matplotlib.ticker import FuncFormatter
+
+    figure, axes = canvas(claim, footer, size=(8.6, 5.0))
+    ax = axes[0, 0]
+    ridge = matmul_flops_per_s / read_bytes_per_s
+    x = np.geomspace(min(points["intensity"].min(), ridge) / 2.5, max(points["intensity"].max(), ridge) * 2.5, 200)
+    ax.plot(x, np.minimum(x * read_bytes_per_s, matmul_flops_per_s) / 1e9, "--", color=INK, marker="", linewidth=1.6)
+    ax.axvline(ridge, color=FAINT, linewidth=0.9, linestyle=":")
+    for series, (colour, marker) in colours(points["series"]).items():
+        rows = points[points["series"] == series]
+        ax.plot(rows["intensity"], rows["flops_per_s"] / 1e9, "-", color=colour, marker=marker, linewidth=1.2, label=series)
+        for _, row in rows[rows["label"] != ""].iterrows():
+            at = (row["intensity"], row["flops_per_s"] / 1e9)
+            ax.annotate(row["label"], at, (7, -11), textcoords="offset points", fontsize=8.5, color=colour)
+    ax.set(xscale="log", yscale="log", xlabel="intensity, FLOP per byte that must move", ylabel="achieved, GFLOP/s")
+    ax.set_ylim(bottom=points["flops_per_s"].min() / 1e9 / 3, top=matmul_flops_per_s / 1e9 * 2.6)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(short))
+    text: dict[str, Any] = {"fontsize": 8.5, "color": FAINT}
+    ax.text(x[-1], matmul_flops_per_s / 1e9 * 1.15, _rate(matmul_flops_per_s, "FLOP/s") + " matrix product", ha="right", **text)
+    ax.text(ridge, ax.get_ylim()[0] * 1.25, f" ridge: {ridge:,.0f} FLOP/byte", ha="left", **text)
+    slope = f"{_rate(read_bytes_per_s, 'B/s')} read"
+    ax.text(x[0], x[0] * read_bytes_per_s / 1e9 * 4.2, slope, ha="left", va="bottom", **text)
+    ax.legend(loc="lower right" if points["intensity"].median() < ridge else "upper left")
+    return figure
+
+
+def _rate(value: float, unit: str) -> str:
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:,.3g} {prefix}{unit}"
+    return f"{value:,.3g} {unit}"
+
+
+def shares(
+    table: pd.DataFrame, *, claim: str, footer: str, xlabel: str, ylabel: str = "share, %", mark: float | None = None
+) -> LabFigure:
+    """Parts of a whole over a logarithmic index, stacked; `table` has one column a part, in percent; `mark` a vertical line."""
+    figure, axes = canvas(claim, footer, size=(8.6, 4.4))
+    ax = axes[0, 0]
+    fills = [colour for colour, _ in colours(table.columns).values()]
+    bands = ax.stackplot(table.index, table.to_numpy().T, colors=fills, edgecolor=PAPER, linewidth=0.8)
+    ax.set(xscale="log", xlim=(table.index.min(), table.index.max()), ylim=(0, 100), xlabel=xlabel, ylabel=ylabel)
+    plain_ticks(ax.xaxis, table.index)
+    tops = table.cumsum(axis=1)
+    thin = []
+    for band, part in zip(bands, table.columns):
+        widest = int(table[part].to_numpy()[1:-1].argmax()) + 1  # the ends have no room for a centred word
+        height = float(table[part].iloc[widest])
+        if height < 9:
+            thin.append((band, part))
+            continue
+        side = "left" if widest < len(table) / 4 else "right" if widest > 3 * len(table) / 4 else "center"
+        at = (table.index[widest], float(tops[part].iloc[widest]) - height / 2)
+        ax.text(*at, str(part), ha=side, va="center", color=PAPER, fontweight="bold")
+    if thin:
+        figure.legend([band for band, _ in thin], [part for _, part in thin], loc="outside right center")
+    if mark is not None:
+        ax.axvline(mark, color=PAPER, linewidth=1.4, linestyle=":")
+        side = "right" if mark > table.index.max() / 3 else "left"
+        ax.text(mark, 3, f" {mark:,.0f} ", ha=side, va="bottom", color=PAPER, fontweight="bold")
+    return figure
+
+
+def heat(
+    table: pd.DataFrame,
+    *,
+    claim: str,
+    footer: str,
+    unit: str,
+    xlabel: str,
+    ylabel: str = "",
+    outline: Callable[[float], bool] | None = None,
+    size: tuple[float, float] | None = None,
+) -> LabFigure:
+    """A table as a heat map on a logarithmic scale, every cell with its value; cells for which `outline` holds are framed."""
+    import numpy as np
+    import seaborn as sns
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+    from matplotlib.patches import Rectangle
+
+    rows, columns = table.shape
+    figure, axes = canvas(claim, footer, size=size or (max(6.4, 2.6 + 0.82 * columns), 1.7 + 0.36 * rows))
+    ax, values = axes[0, 0], table.to_numpy(float)
+    shades = LinearSegmentedColormap.from_list("lab", ["#F1F4F2", "#9CC3D5", "#0C79A9", "#0A3A55"])
+    norm = LogNorm(max(np.nanmin(values), 1e-9), max(np.nanmax(values), 2e-9))
+    text = np.vectorize(lambda v: "" if np.isnan(v) else f"{v:,.0f}" if v >= 100 else f"{v:.2g}" if v < 1 else f"{v:.1f}")(
+        values
+    )
+    sns.heatmap(
+        table, ax=ax, annot=text, fmt="", cmap=shades, norm=norm, linewidths=1.2, linecolor=PAPER, annot_kws={"fontsize": 9},
+        cbar_kws={"label": unit, "format": "%g", "pad": 0.02},
+    )  # fmt: skip
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.grid(False)
+    ax.tick_params(axis="x", rotation=0, length=0)
+    ax.tick_params(axis="y", rotation=0, length=0)
+    for (i, j), value in np.ndenumerate(values):
+        if outline is not None and not np.isnan(value) and outline(value):
+            ax.add_patch(Rectangle((j + 0.03, i + 0.05), 0.94, 0.9, fill=False, edgecolor=PALETTE[1], linewidth=2.4))
+    return figure
+
+
+def utilization(
+    table: pd.DataFrame, *, claim: str, footer: str, xlabel: str, limit: tuple[float, str] | None = None
+) -> LabFigure:
+    """Shares of several ceilings as lines over a logarithmic x, in percent; `limit` = (value, words) is a line across."""
+    figure, axes = canvas(claim, footer, size=(8.6, 4.4))
+    ax = axes[0, 0]
+    draw_lines(ax, table)
+    ax.set(xscale="log", xlabel=xlabel, ylabel="share of the measured ceiling, %")
+    ax.set_ylim(0, max(105.0, float(table["y"].max()) * 1.08))
+    plain_ticks(ax.xaxis, table["x"])
+    if limit is not None:
+        ax.axhline(limit[0], color=INK, linewidth=1.2, linestyle=":")
+        ax.text(1.0, limit[0], limit[1], transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8.5, color=INK)
+    return figure
+
+
+def timeline(
+    prompt_tokens: int, first_s: float, gaps_s: Sequence[float], texts: Sequence[str], *, claim: str, footer: str
+) -> LabFigure:
+    """One answer on the clock: the prefill as one block, then a block a token with its text, as wide as it took."""
+    starts = [first_s]
+    for gap in gaps_s:
+        starts.append(starts[-1] + gap)
+    figure, axes = canvas(claim, footer, size=(8.6, 2.6))
+    ax = axes[0, 0]
+    ax.broken_barh([(0, first_s * 1e3)], (0, 1), facecolors=PALETTE[0], edgecolor=PAPER)
+    ax.broken_barh([(a * 1e3, gap * 1e3) for a, gap in zip(starts, gaps_s)], (0, 1), facecolors=PALETTE[1], edgecolor=PAPER)
+    for start, gap, text in zip(starts, gaps_s, texts[1:]):
+        at = ((start + gap * 0.35) * 1e3, 1.08)
+        ax.text(*at, text.strip(), ha="left", va="bottom", fontsize=7.5, rotation=52, rotation_mode="anchor")
+    ax.text(first_s * 500, 0.5, f"prefill\n{prompt_tokens}", ha="center", va="center", fontsize=8, color=PAPER)
+    end = starts[-1] * 1e3
+    ax.set(xlabel="time since the request, ms", xlim=(0, end * 1.03), ylim=(0, 2.3), yticks=[])
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    return figure

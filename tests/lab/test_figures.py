@@ -1,0 +1,177 @@
+"""Figures: legible on any page, for any eye, with nothing clipped."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from pdlab.lab import figures, style
+
+FOOTER = "NVIDIA H200 · bfloat16 · torch 2.11.0+cu130 · pdlab 0.1.0 · measured 2026-11-29 · profile full"
+LONG = "A prompt token costs 1.7 ms and a generated one 41 ms: the same products with the same weights, yet twenty times dearer"
+
+
+def linear(colour: str) -> np.ndarray:
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2 contrast ratio."""
+    light, dark = sorted((linear(c) @ [0.2126, 0.7152, 0.0722] for c in (a, b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+# Machado, Oliveira, Fernandes (2009), severity 1.0
+DEFICIENCIES = {
+    "none": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def cielab(rgb: np.ndarray) -> np.ndarray:
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    t = np.array(to_xyz) @ np.clip(rgb, 0, 1) / [0.95047, 1, 1.08883]
+    f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def table(y: object, series: str, kind: str, **more: object) -> pd.DataFrame:
+    x = np.array([63, 128, 257, 512, 1024])
+    return pd.DataFrame({"x": x, "y": x * 0 + y, "series": series, "kind": kind, **more})
+
+
+def latency() -> style.LabFigure:
+    x = np.array([63, 128, 257, 512, 1024])
+    prefill = pd.concat([
+        table(x * 1.7, "batch 1", "measured", p10=x * 1.6, p90=x * 1.9),
+        table(x * 1.1, "batch 1", "predicted"),
+        table(x * 2.2, "batch 1", "article"),
+    ])  # fmt: skip
+    panels = {"prefill": prefill, "one decode step": table(41.0, "batch 1", "measured")}
+    return figures.latency(panels, claim=LONG, footer=FOOTER, xlabel="tokens", ylabel="time, ms")
+
+
+def roofline() -> style.LabFigure:
+    rows = [("prefill", i, 70e9, str(i)) for i in (30, 60, 100)] + [("decode", i, i * 9e9, "") for i in (0.5, 2, 8)]
+    points = pd.DataFrame(rows, columns=["series", "intensity", "flops_per_s", "label"])
+    return figures.roofline(points, read_bytes_per_s=12e9, matmul_flops_per_s=100e9, claim=LONG, footer=FOOTER)
+
+
+def shares() -> style.LabFigure:
+    n = np.geomspace(128, 131072, 11).round()
+    parts = pd.DataFrame({"products": 98 - 97 * n / (n + 6000), "attention": 97 * n / (n + 6000), "norms": 2.0}, index=n)
+    return figures.shares(parts, claim=LONG, footer=FOOTER, xlabel="prompt, tokens", mark=6000)
+
+
+def heat() -> style.LabFigure:
+    values = pd.DataFrame(
+        np.geomspace(0.02, 400, 21).reshape(3, 7), index=["smollm2-135m", "b", "c"], columns=[2**i for i in range(7)]
+    )
+    values.iloc[0, 0] = np.nan
+    return figures.heat(values, claim=LONG, footer=FOOTER, unit="KV cache, GB", xlabel="batch", outline=lambda v: 7 < v < 9)
+
+
+def utilization() -> style.LabFigure:
+    x = np.array([63, 128, 257, 512, 1024])
+    rows = pd.concat([table(x * 0.07, "compute", "measured"), table(80 - x * 0.03, "bandwidth", "measured")])
+    return figures.utilization(rows, claim=LONG, footer=FOOTER, xlabel="batch", limit=(30, "the article: under 30 %"))
+
+
+def timeline() -> style.LabFigure:
+    words = [" The", " extraordinarily", "\n", " Paris", "."] * 6
+    return figures.timeline(38, 0.12, [0.041] * (len(words) - 1), words, claim=LONG, footer=FOOTER)
+
+
+FIGURES = [latency, roofline, shares, heat, utilization, timeline]
+
+
+@pytest.mark.parametrize("make", FIGURES, ids=lambda f: f.__name__)
+def test_no_text_is_clipped(make) -> None:
+    assert make().texts_outside() == []
+
+
+def test_clipped_text_is_found() -> None:
+    figure, _ = style.canvas("A claim", FOOTER)
+    figure.text(0.95, 0.5, "half of this is beyond the edge")
+    assert figure.texts_outside() == ["half of this is beyond the edge"]
+
+
+@pytest.mark.parametrize("make", FIGURES, ids=lambda f: f.__name__)
+def test_every_figure_states_its_claim_and_where_its_numbers_come_from(make) -> None:
+    figure = make()
+    assert " ".join(figure.get_suptitle().split()) == LONG
+    assert " ".join(figure.get_supxlabel().split()) == FOOTER
+
+
+def test_text_and_lines_stand_out_on_the_figures_own_paper() -> None:
+    assert contrast(style.INK, style.PAPER) >= 7
+    assert contrast(style.FAINT, style.PAPER) >= 4.5
+    assert all(contrast(colour, style.PAPER) >= 3 for colour in style.PALETTE)  # WCAG's floor for graphics
+
+
+def test_the_paper_is_opaque_so_a_dark_page_does_not_shine_through() -> None:
+    import io
+
+    from matplotlib.image import imread
+
+    pixels = imread(io.BytesIO(latency().png(50)))
+    assert pixels.shape[2] == 3 or pixels[..., 3].min() == 1.0
+    assert np.allclose(pixels[0, 0, :3], [int(style.PAPER[i : i + 2], 16) / 255 for i in (1, 3, 5)], atol=0.01)
+
+
+@pytest.mark.parametrize("deficiency", DEFICIENCIES)
+def test_colours_stay_apart_for_every_eye(deficiency: str) -> None:
+    """CIE76 distance: 2.3 is just noticeable, so 20 is plain to see; shapes of markers differ besides."""
+    matrix = np.array(DEFICIENCIES[deficiency])
+    seen = [cielab(matrix @ linear(colour)) for colour in style.PALETTE]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
+
+
+def test_predicted_is_dashed_and_the_articles_value_is_a_hollow_marker() -> None:
+    lines = {line.get_label(): line for line in latency().axes[0].get_lines()}
+    assert lines["batch 1"].get_linestyle() == "-"
+    assert lines["batch 1"].get_markerfacecolor() != "none"
+    assert lines["batch 1, predicted"].get_linestyle() == "--"
+    assert lines["batch 1, article"].get_markerfacecolor() == "none"
+    assert lines["batch 1, article"].get_linestyle() in ("None", "")
+
+
+def test_simulated_and_recorded_series_carry_that_word() -> None:
+    both = pd.concat([table(3.0, "a", "simulated"), table(2.0, "b", "recorded")])
+    figure = figures.latency({"": both}, claim="c", footer=FOOTER, xlabel="x", ylabel="y")
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["a, simulated", "b, recorded"]
+
+
+def test_flat_times_look_flat() -> None:
+    figure = latency()
+    steep, flat = figure.axes[:2]
+    assert steep.get_yscale() == "log"
+    assert flat.get_yscale() == "linear"
+    assert flat.get_ylim()[0] == 0
+
+
+def test_heat_map_frames_exactly_the_cells_asked_for() -> None:
+    from matplotlib.patches import Rectangle
+
+    framed = [p for p in heat().axes[0].patches if isinstance(p, Rectangle)]
+    values = np.geomspace(0.02, 400, 21)
+    assert len(framed) == int(((values > 7) & (values < 9)).sum()) > 0
+
+
+def test_a_figure_shows_itself_at_half_its_pixels_with_its_claim_as_alternative() -> None:
+    data, metadata = timeline()._repr_mimebundle_()
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert data["text/plain"] == f"Figure: {LONG}"
+    width = int.from_bytes(data["image/png"][16:20], "big")
+    assert metadata["image/png"]["alt"] == LONG
+    assert width > 2 * metadata["image/png"]["width"]
+
+
+def test_an_answer_of_one_token_still_has_a_timeline() -> None:
+    assert figures.timeline(3, 0.1, [], ["Yes"], claim="c", footer=FOOTER).texts_outside() == []
