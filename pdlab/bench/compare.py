@@ -1,0 +1,109 @@
+"""Two devices side by side: the same measurement on each, their ratio, and how close each comes to its own roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdlab.core.errors import MeasurementError
+from pdlab.costs import tables
+from pdlab.costs.tables import Row, params_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_TIMES = ("ms", "us")
+_RATES = ("tok/s", "req/s", "TB/s", "TFLOP/s")
+
+
+def floor_share(row: Row, rows: Iterable[Row]) -> float | None:
+    """The row as a share of its own floor, 0...1: floor / time, or rate / ceiling; None where no floor was recorded.
+
+    The floor is the row `floor_<metric>` of the same parameters, of the same run and variant if there is one.
+    """
+    floors = [r for r in rows if r.metric == f"floor_{row.metric}" and r.params == row.params and r.unit == row.unit]
+    floors.sort(key=lambda r: (r.run_id == row.run_id, r.variant == row.variant))
+    if not floors or not row.median or not floors[-1].median:
+        return None
+    floor = floors[-1].median
+    return floor / row.median if row.unit in _TIMES else row.median / floor if row.unit in _RATES else None
+
+
+def compare_rows(a: str, b: str, experiment: str | None = None, extra: Path | None = None) -> list[dict[str, Any]]:
+    """One dict for each measurement that either device has: experiment, variant, metric, unit, params, kind, a, b, ratio
+    (b over a), a_roofline and b_roofline (shares of each one's own floor). None where a device has no such row.
+
+    Raises MeasurementError for a device without any table, and for an experiment that neither has.
+    """
+    for device in (a, b):
+        if device not in tables.devices(extra):
+            known = ", ".join(tables.devices(extra)) or "none yet"
+            raise MeasurementError(f"nothing was recorded on {device!r}", f"devices with measurements: {known}")
+    names = sorted({*tables.experiments(a, extra), *tables.experiments(b, extra)})
+    if experiment is not None and experiment not in names:
+        raise MeasurementError(f"neither device has the experiment {experiment!r}", f"recorded: {', '.join(names)}")
+    result = []
+    for name in names if experiment is None else [experiment]:
+        sides = [{r.key: r for r in tables.newest(tables.read(device, name, extra))} for device in (a, b)]
+        for key in dict.fromkeys([*sides[0], *sides[1]]):
+            pair = [side.get(key) for side in sides]
+            row = pair[0] or pair[1]
+            assert row is not None
+            if row.metric.startswith("floor_"):
+                continue
+            left, right = (r.median if r else None for r in pair)
+            shares = [floor_share(r, side.values()) if r else None for r, side in zip(pair, sides)]
+            result.append(
+                {
+                    "experiment": name,
+                    "variant": row.variant,
+                    "metric": row.metric,
+                    "unit": row.unit,
+                    "params": row.params,
+                    "kind": row.kind,
+                    "a": left,
+                    "b": right,
+                    "ratio": right / left if left and right is not None else None,
+                    "a_roofline": shares[0],
+                    "b_roofline": shares[1],
+                }
+            )
+    return result
+
+
+def compare(a: str, b: str, experiment: str | None = None, extra: Path | None = None) -> pd.DataFrame:
+    """compare_rows as a DataFrame; `params` as compact JSON."""
+    import pandas as pd
+
+    rows = [row | {"params": params_json(row["params"])} for row in compare_rows(a, b, experiment, extra)]
+    columns = [
+        "experiment", "variant", "metric", "unit", "params", "kind", "a", "b", "ratio", "a_roofline", "b_roofline",
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=columns)
+
+
+def render(rows: list[dict[str, Any]], a: str, b: str) -> str:
+    """A table for people; shares of the roofline in percent."""
+
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.4g}"
+
+    def side(value: float | None, share: float | None) -> str:
+        return number(value) + (f" ({100 * share:.0f} %)" if share is not None else "")
+
+    head = ("measurement", a, b, "ratio", "unit")
+    body = [
+        (
+            " ".join([r["experiment"], r["variant"], r["metric"], *(f"{k}={v}" for k, v in sorted(r["params"].items()))])
+            + ("" if r["kind"] == "measured" else f" [{r['kind']}]"),
+            side(r["a"], r["a_roofline"]),
+            side(r["b"], r["b_roofline"]),
+            number(r["ratio"]),
+            r["unit"],
+        )
+        for r in rows
+    ]
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *body]]
+    return "\n".join([*lines, f"ratio: {b} over {a}; in brackets the share of each device's own roofline"])
