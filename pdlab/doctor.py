@@ -58,11 +58,13 @@ def _backends(torch_problem: str | None, capability: tuple[int, int] | None) -> 
 
 
 def report() -> dict[str, Any]:
-    """The document of `pdlab doctor --json`, see FORMATS in the README; never raises."""
+    """The document of `pdlab doctor --json`: a dict of JSON values; never raises."""
     torch, problem = import_torch()
     machine = probe()
     packages: dict[str, str | None] = {"pdlab": __version__}
     packages |= {name: _version(name) for name in (*_NEEDED, *_EXTRAS, *_ALSO)}
+    if torch is not None:
+        packages["torch"] = str(torch.__version__)
     missing: list[dict[str, str]] = []
     if torch is None:
         why = problem or "torch cannot be imported"

@@ -102,8 +102,8 @@ def _on_gpu(device: str | None) -> bool:
     return torch.cuda.is_available() if device is None else str(device).startswith("cuda")
 
 
-def _untouched(sample: Callable[[], list[float]], unit: str, on_gpu: bool) -> Timings:
-    """Takes the sample, again while the card throttles, at most _RETRIES more times; what is then kept is marked."""
+def steady(sample: Callable[[], list[float]], unit: str, on_gpu: bool) -> Timings:
+    """Summarizes what `sample()` returns; while the card throttles it is taken again, at most twice, then kept and marked."""
     timings = None
     for _ in range(1 + _RETRIES):
         values = sample()
@@ -168,7 +168,7 @@ def time_ms(
         torch.cuda.synchronize()
     once = samples(call, 1)[0]
     count = _counts(once, n, budget_ms)
-    return _untouched(lambda: samples(call, count), "ms", on_gpu)
+    return steady(lambda: samples(call, count), "ms", on_gpu)
 
 
 def graph_time_us(
@@ -203,7 +203,7 @@ def graph_time_us(
     torch.cuda.synchronize()
     once = _gpu_samples(graph.replay, 1)[0]
     count = _counts(once, n, budget_ms)
-    timings = _untouched(lambda: _gpu_samples(graph.replay, count), "ms", True)
+    timings = steady(lambda: _gpu_samples(graph.replay, count), "ms", True)
     return timings.scaled(1e3 / calls, "us")
 
 
