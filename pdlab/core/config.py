@@ -15,7 +15,7 @@ from pdlab.core.errors import ConfigError, InvalidRequest
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ALLOCATORS = ("paged",)
-ATTENTION = ("auto", "plain", "sdpa")
+ATTENTION = ("auto", "plain", "sdpa", "triton", "flash_attn")
 BATCHING = ("continuous_chunked", "continuous")
 POLICIES = (
     "fcfs", "sjf", "sjf_aging", "least_remaining", "priority", "deadline", "oracle", "article", "article_no_ties",

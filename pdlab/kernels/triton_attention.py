@@ -1,0 +1,64 @@
+"""attention(q, view) by this project's kernels: which of the two a step needs, with which tiles and workspace."""
+
+from __future__ import annotations
+
+import torch
+
+from pdlab.kernels.flash_decode import Workspace, flash_decode
+from pdlab.kernels.flash_prefill import flash_prefill
+from pdlab.kernels.kv_view import KVView
+from pdlab.kernels.tuning import Tuning
+
+ROWS = 64  # most query rows (tokens x heads of a group) that go through the decode kernel
+
+
+class TritonAttention:
+    """Attention of one model's layers. Holds the decode kernel's workspace, so steps must not overlap on two streams.
+
+    Single queries go to the decode kernel and longer chunks to the prefill kernel; each skips the other's requests on the
+    device, so a mixed step is two launches and nothing is gathered or split.
+    """
+
+    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, max_requests: int, device: torch.device, tuning: Tuning):
+        self.heads, self.kv_heads, self.head_dim, self.device, self.tuning = heads, kv_heads, head_dim, device, tuning
+        self.workspace = self._make_workspace(heads // kv_heads, max_requests)
+
+    def _programs(self) -> int:
+        return self.tuning.decode(self.head_dim, 1).blocks_per_sm * self.tuning.multiprocessors
+
+    def _make_workspace(self, rows: int, requests: int) -> Workspace:
+        programs = max(self.tuning.most_decode_programs(self.head_dim), self._programs())
+        return Workspace.create(
+            self.device, programs=programs, rows=rows, head_dim=self.head_dim, segments=requests * self.kv_heads
+        )
+
+    def __call__(self, q: torch.Tensor, view: KVView) -> torch.Tensor:
+        requests = len(view.seq_lens)
+        lens = view.host_lens
+        group = self.heads // self.kv_heads
+        if view.max_q <= 1 or view.max_q * group <= ROWS:
+            short = view.max_q if view.max_q <= 1 else 1 << (view.max_q - 1).bit_length()
+        else:
+            short = 1 if not lens or any(n == 1 for n, _ in lens) else 0
+        # rows of no request (padding) must still be finite: the model goes on computing with them
+        whole = sum(n for n, _ in lens) == len(q) if lens else len(q) == requests
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if whole else q.new_zeros(q.shape)
+        if short:
+            self._decode(q, view, max(short, 1), out)
+        if view.max_q > max(short, 1):
+            tile = self.tuning.prefill(self.head_dim, view.max_q, view.page_size if view.kind == "paged" else 0)
+            flash_prefill(q, view, tile, min_q=short + 1, l2_bytes=self.tuning.l2_bytes // 2, out=out)
+        return out
+
+    def _decode(self, q: torch.Tensor, view: KVView, max_q: int, out: torch.Tensor) -> None:
+        rows = max_q * self.heads // self.kv_heads
+        tile = self.tuning.decode(self.head_dim, rows)
+        need = {
+            "programs": tile.blocks_per_sm * self.tuning.multiprocessors,
+            "rows": rows,
+            "head_dim": self.head_dim,
+            "segments": len(view.seq_lens) * self.kv_heads,
+        }
+        if not self.workspace.fits(**need):
+            self.workspace = self._make_workspace(rows, len(view.seq_lens))
+        flash_decode(q, view, self.workspace, tile, need["programs"], max_q=max_q, out=out)

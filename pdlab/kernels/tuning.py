@@ -1,0 +1,139 @@
+"""Tiles of the attention kernels: from this device's measured table, else by a rule.
+
+`data/tuning/<device>.json`, or the user's own under $PDLAB_HOME, holds what `pdlab bench attention_tiles` found:
+
+    {"attention_tiles": [{"kind": "decode", "head_dim": 128, "max_rows": 16, "block_n": 64, "warps": 4, ...}, ...],
+     "attention_dispatch": [{"phase": "prefill", "dtype": "bfloat16", "max_q": 512, "backend": "sdpa"}, ...]}
+
+The first entry whose conditions all hold counts; a condition that an entry leaves out always holds, `max_...` is an upper
+bound and anything else must be equal. Without an entry the rule decides: the largest tiles that leave the registers and the
+shared memory of this capability enough for the loads in flight. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, TypeVar
+
+from pdlab.core.errors import MeasurementError
+from pdlab.core.paths import find_data
+
+# Shared memory of a multiprocessor, bytes (CUDA programming guide, table of compute capabilities)
+SHARED = {(8, 0): 164 << 10, (8, 6): 100 << 10, (8, 9): 100 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10, (12, 0): 100 << 10}
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    block_n: int  # tokens of K and V that a step of the loop takes
+    warps: int
+    stages: int  # tiles of K and V alive at once, the one being computed with included
+    blocks_per_sm: int  # programs that are resident together; the grid is this times the multiprocessors
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    block_m: int  # query rows (tokens x heads of a group)
+    block_n: int
+    warps: int
+    stages: int
+
+
+Tile = TypeVar("Tile", DecodeTile, PrefillTile)
+
+
+@cache
+def table(device: str) -> dict[str, list[dict[str, Any]]]:
+    """The measured table of a device slug; empty where there is none."""
+    path = find_data(f"tuning/{device}.json")
+    if path is None:
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MeasurementError(f"{path} is not a tuning table: {error}", "delete it or measure it again") from error
+
+
+def first_match(entries: list[dict[str, Any]], **facts: Any) -> dict[str, Any] | None:
+    """The first entry that these facts satisfy: `max_x` bounds fact x, any other key must equal the fact of its name."""
+    for entry in entries:
+        if all(
+            facts[key.removeprefix("max_")] <= value if key.startswith("max_") else facts[key] == value
+            for key, value in entry.items()
+            if key.removeprefix("max_") in facts
+        ):
+            return entry
+    return None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What decides a tile. `device` is a slug; sizes are the device's own, in bytes."""
+
+    device: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    l2_bytes: int
+
+    @classmethod
+    def of_device(cls, index: int = 0) -> Tuning:
+        import torch
+
+        from pdlab.hardware.specs import device_slug
+
+        props = torch.cuda.get_device_properties(index)
+        return cls(device_slug(props.name), (props.major, props.minor), props.multi_processor_count, props.L2_cache_size)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of one multiprocessor; an unknown capability gets the least of its generation."""
+        return SHARED.get(self.capability, 100 << 10)
+
+    def decode(self, head_dim: int, rows: int) -> DecodeTile:
+        """`rows`: query tokens times heads of a group."""
+        return self._measured(DecodeTile, "decode", head_dim=head_dim, rows=rows) or decode_rule(
+            self.shared_bytes, head_dim, rows
+        )
+
+    def prefill(self, head_dim: int, queries: int, page: int) -> PrefillTile:
+        """`queries`: of the longest chunk; `page` 0 for extents."""
+        return self._measured(PrefillTile, "prefill", head_dim=head_dim, queries=queries, page=page) or prefill_rule(
+            self.capability, head_dim, queries
+        )
+
+    def _measured(self, kind: type[Tile], name: str, **facts: Any) -> Tile | None:
+        entry = first_match(table(self.device).get("attention_tiles", []), kind=name, **facts)
+        return kind(**{f.name: entry[f.name] for f in fields(kind)}) if entry else None
+
+    def most_decode_programs(self, head_dim: int) -> int:
+        """Programs of the largest grid that any of this head size's decode tiles asks for; sizes the workspace."""
+        return self.multiprocessors * max(self.decode(head_dim, rows).blocks_per_sm for rows in (1, 16, 32, 64))
+
+
+def decode_rule(shared_bytes: int, head_dim: int, rows: int) -> DecodeTile:
+    """Two resident blocks, each with two tiles of K and V in flight while a third is computed with."""
+    width = max(16, 1 << (head_dim - 1).bit_length())
+    for block_n, stages in ((64, 3), (32, 3), (16, 3), (16, 2)):
+        if 2 * (stages - 1) * 2 * block_n * width * 2 + (8 << 10) <= shared_bytes // (1 if width > 128 else 2):
+            return DecodeTile(block_n, 4, stages, 1 if width > 128 else 2)
+    return DecodeTile(16, 4, 1, 1)
+
+
+def prefill_rule(capability: tuple[int, int], head_dim: int, queries: int) -> PrefillTile:
+    """Hopper's warpgroup products want 128 rows over two warpgroups; earlier ones hold operands in registers, so less fits.
+
+    Short prompts have too few tiles to hide a start-up behind another's work: smaller tiles, more of them resident.
+    """
+    width = max(16, 1 << (head_dim - 1).bit_length())
+    if capability[0] == 9:
+        if width > 128:
+            return PrefillTile(128, 64, 8, 2)
+        if queries <= 256:
+            return PrefillTile(64, 64 if width > 64 else 128, 4, 2)
+        return PrefillTile(128, 128, 8, 2 if width > 64 else 3)
+    if width > 128:
+        return PrefillTile(64, 32, 8, 1)
+    if width > 64:
+        return PrefillTile(64, 32, 4, 2) if queries <= 256 else PrefillTile(128, 32, 8, 2)
+    return PrefillTile(64, 64, 4, 2) if queries <= 256 else PrefillTile(128, 64, 8, 2)
