@@ -50,17 +50,49 @@ def save_for_device(estimator: LearnedEstimator, device: str, dtype: str, root: 
 
 
 def data_sheet_cost(model: ModelConfig, device: str, dtype: str) -> Callable[[PlanShape], float]:
-    """Sum over operations of the slower of compute and bandwidth at the shares above, and a constant a layer."""
-    c = roofline.ceilings_for(device, dtype)
-    itemsize = formulas.itemsize_of(dtype)
-    rate, bandwidth = c.matmul_flops_per_s, c.read_bytes_per_s
-    shares = {op: ATTENTION_SHARE if op == "attention" else MATMUL_SHARE for op in formulas.OPERATIONS}
-    launches = LAYER_SECONDS * model.num_layers
+    """Sum over operations of the slower of compute and bandwidth at the shares above, and a constant a layer.
+
+    FLOPs and bytes of every operation are linear in the step's rows T, its attention pairs P, its sampling rows S and the
+    cached tokens C it reads, so the counted formulas are asked once and each step costs a few products.
+    """
+    c, size = roofline.ceilings_for(device, dtype), formulas.itemsize_of(dtype)
+    zero, launches = PlanShape(), LAYER_SECONDS * model.num_layers
+    one = {
+        "1": PlanShape(pad_tokens=1),
+        "T": PlanShape(pad_tokens=2),
+        "P": PlanShape(decode_kv_tokens=1),
+        "S": PlanShape(pad_tokens=1, sampled=1),
+        "SS": PlanShape(pad_tokens=1, sampled=2),
+    }
+    f = {k: formulas.step_flops(model, s).as_dict() for k, s in one.items()}
+    b = {k: formulas.step_bytes(model, s, size).as_dict() for k, s in one.items()}
+    none = formulas.step_bytes(model, zero, size).as_dict()
+    terms = []  # an operation: seconds of compute a T, P, S; seconds of bandwidth a step, a T, C, S
+    for op in formulas.OPERATIONS:
+        rate = (ATTENTION_SHARE if op == "attention" else MATMUL_SHARE) * c.matmul_flops_per_s
+        speed = BANDWIDTH_SHARE * c.read_bytes_per_s
+        row, start = b["T"][op] - b["1"][op], 2 * b["1"][op] - b["T"][op]
+        sample = b["SS"][op] - b["S"][op]
+        first_sample = b["S"][op] - b["1"][op] - sample  # the output projection's weights are read if any row samples
+        compute = (f["1"][op] / rate, f["P"][op] / rate, (f["S"][op] - f["1"][op]) / rate)
+        terms.append(
+            (*compute, start / speed, row / speed, (b["P"][op] - none[op]) / speed, sample / speed, first_sample / speed)
+        )
 
     def seconds(shape: PlanShape) -> float:
-        flops, moved = formulas.step_flops(model, shape), formulas.step_bytes(model, shape, itemsize)
-        pairs = zip(flops.items(), moved.items(), strict=True)
-        return launches + sum(max(f / (shares[op] * rate), b / (BANDWIDTH_SHARE * bandwidth)) for (op, f), (_, b) in pairs)
+        chunks = context = pairs = 0
+        for n, cached in shape.prefill:
+            chunks += n
+            context += n + cached
+            pairs += n * cached + n * (n + 1) // 2
+        t, s, kv = chunks + shape.decode_count + shape.pad_tokens, shape.sampled, shape.decode_kv_tokens
+        any_sample = 1 if s else 0
+        total = launches
+        for ft, fp, fs, b0, bt, bc, bs, bs0 in terms:
+            compute = ft * t + fp * (pairs + kv) + fs * s
+            moved = b0 + bt * t + bc * (context + kv) + bs * s + bs0 * any_sample
+            total += compute if compute > moved else moved
+        return total if t else 0.0
 
     return seconds
 

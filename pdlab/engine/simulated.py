@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pdlab.core.clock import VirtualClock
+from pdlab.core.clock import Clock, VirtualClock
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import CapacityError, EngineClosed, StepFailed
 from pdlab.core.plan import KVCopy, Plan, PlanShape
@@ -75,7 +75,8 @@ class SimulatedExecutor:
         calibration: str = "predicted",
         clock: VirtualClock | None = None,
     ) -> None:
-        self.clock = clock or VirtualClock()
+        self._virtual = clock or VirtualClock()
+        self.clock: Clock = self._virtual
         self.model, self.step_seconds, self.calibration = model, step_seconds, calibration
         self.host_s, self.copy_s_per_token, self.steps_in_flight = host_s, copy_s_per_token, steps_in_flight
         self._capacity = capacity_tokens
@@ -94,7 +95,7 @@ class SimulatedExecutor:
                 f"step {plan.step} was submitted while {len(self._unfinished)} steps are unfinished",
                 f"collect a result first; steps_in_flight is {self.steps_in_flight}",
             )
-        self.clock.advance(self.host_s)
+        self._virtual.advance(self.host_s)
         start = max(self.clock.now(), self._device_free)
         end = start + self._duration(plan)
         self._device_free = end
@@ -102,21 +103,34 @@ class SimulatedExecutor:
         self._unfinished.append(handle)
         return handle
 
+    def steps_until(self, shape: PlanShape, until: float, most: int) -> int:
+        """How many repetitions of a decode step reach `until`, the last one ending at or after it; 1 to `most`."""
+        left = until - self.clock.now() - self.host_s
+        first = self._one(shape, 0)
+        growth = (self._one(shape, most) - first) / max(1, most)
+        k, each = 1, first
+        while k < most and k * each < left:
+            k = min(most, max(k + 1, int(min(left / each, most))))
+            each = first + growth * (k - 1) / 2
+        while k > 1 and (k - 1) * (first + growth * (k - 2) / 2) >= left:
+            k -= 1
+        return k
+
+    def _one(self, shape: PlanShape, grown: int) -> float:
+        """Seconds between the starts of two steps of a run, `grown` steps into it."""
+        s = shape
+        later = PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + grown * s.decode_count, s.pad_tokens, s.sampled)
+        device = self.step_seconds(later)
+        return device + self.host_s if self.steps_in_flight == 1 else max(device, self.host_s)
+
     def _duration(self, plan: Plan) -> float:
         copies = sum(op.tokens for op in plan.kv_ops if isinstance(op, KVCopy)) * self.copy_s_per_token
-        first = self.step_seconds(plan.shape)
         n = plan.repeat
         if n == 1:
-            return first + copies
-        # n identical decode steps whose attended tokens grow by one a request: the cost is close to linear in between
-        s = plan.shape
-        last = self.step_seconds(
-            PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + (n - 1) * s.decode_count, s.pad_tokens, s.sampled)
-        )
-        mean = (first + last) / 2
-        if self.steps_in_flight == 1:
-            return copies + n * mean + (n - 1) * self.host_s
-        return copies + n * max(mean, self.host_s)
+            return copies + self.step_seconds(plan.shape)
+        # identical decode steps whose attended tokens grow by one a request: the cost is close to linear in between
+        mean = (self._one(plan.shape, 0) + self._one(plan.shape, n - 1)) / 2
+        return copies + n * mean - (self.host_s if self.steps_in_flight == 1 else 0.0)
 
     def _tokens(self, plan: Plan) -> np.ndarray:
         seed, position = plan.sampling.seed, plan.sampling.position

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from pdlab.core.config import SamplingParams
 from pdlab.core.errors import WorkloadError
@@ -39,7 +40,12 @@ class Item:
 
     def sampling(self) -> SamplingParams:
         """`params`, or greedy sampling of exactly `max_tokens` tokens (a made-up prompt has no end of its own)."""
-        return self.params or SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.prompt is None)
+        return self.params or _greedy(self.max_tokens, self.prompt is None)
+
+
+@lru_cache(maxsize=4096)
+def _greedy(max_tokens: int, ignore_eos: bool) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
 @dataclass(frozen=True)
