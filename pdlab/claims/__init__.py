@@ -1,0 +1,113 @@
+"""The ledger of the article's claims: what was claimed, what was measured, and the verdict that a rule draws from both.
+
+`data/claims.csv` holds one claim a line: its figures as JSON, the name of its rule, the experiment that
+feeds it. A verdict is never written down anywhere: it is computed from recorded rows and from formulas each time.
+
+    reproduced       the recorded numbers bear the claim out
+    partly           the direction is right, the size is not; or it holds for some of what was measured
+    not_reproduced   measured, and it is not so
+    impossible       as stated, a roofline, Little's law or arithmetic forbids it, whatever is measured
+    not_measured     no recorded rows that the rule needs
+
+Ratios are judged on any GPU. Absolute milliseconds are the A100's and are held against its predicted roofline only.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdlab.claims import attention, gains, memory, phases
+from pdlab.claims.evidence import Claim, Evidence, Rule
+from pdlab.core.errors import MeasurementError
+from pdlab.core.paths import data_dir
+from pdlab.costs import tables
+
+RULES: dict[str, Rule] = {
+    name: rule
+    for module in (phases, attention, memory, gains)
+    for name, rule in vars(module).items()
+    if getattr(rule, "__module__", "") == module.__name__ and not name.startswith("_")
+}
+
+DEFAULT_DEVICE = "nvidia-h200"
+VERDICTS = ("reproduced", "partly", "not_reproduced", "impossible", "not_measured")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of `pdlab claims`. `ours` is the value that decided, or None."""
+
+    id: str
+    section: str
+    claim: str
+    article: str
+    ours: dict[str, Any] | None
+    verdict: str
+    rule: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def read_claims(path: Path | None = None) -> list[Claim]:
+    """The lines of claims.csv; a broken one raises MeasurementError with its number."""
+    path = path or data_dir() / "claims.csv"
+    try:
+        with path.open(newline="", encoding="utf-8") as f:
+            reader = csv.DictReader(f)
+            if reader.fieldnames != list(Claim.__dataclass_fields__):
+                raise MeasurementError(f"{path} does not start with the ledger's header", "restore it from git")
+            claims = []
+            for line in reader:
+                figures = json.loads(line.pop("figures"))
+                if not isinstance(figures, dict):
+                    raise ValueError("figures is not a JSON object")
+                claims.append(Claim(**line, figures=figures))
+            return claims
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise MeasurementError(f"{path} cannot be read: {error}", "restore data/claims.csv from git") from error
+
+
+def judge(device: str = DEFAULT_DEVICE, extra: Path | None = None, path: Path | None = None) -> list[Verdict]:
+    """Every claim's verdict, from the records of `device` (and those under `extra`)."""
+    tables.check_name(device, "device")
+    if device not in tables.devices(extra) and device != DEFAULT_DEVICE:
+        known = ", ".join(tables.devices(extra)) or "none yet"
+        raise MeasurementError(f"nothing was recorded on {device!r}", f"devices with measurements: {known}")
+    evidence = Evidence(device, extra)
+    verdicts = []
+    for claim in read_claims(path):
+        rule = RULES.get(claim.rule)
+        if rule is None:
+            raise MeasurementError(f"claim {claim.id} names the rule {claim.rule!r}", f"rules: {', '.join(RULES)}")
+        try:
+            finding = rule(evidence, claim)
+        except KeyError as error:
+            what = f"claim {claim.id}: its figures, or the recorded parameters, lack {error}"
+            raise MeasurementError(what, f"see the rule {claim.rule} in pdlab/claims") from error
+        text = " ".join((rule.__doc__ or "").split())
+        verdicts.append(
+            Verdict(
+                claim.id, claim.section, claim.claim, claim.article, finding.ours, finding.verdict,
+                f"{claim.rule}: {text}", finding.reason,
+            )
+        )  # fmt: skip
+    return verdicts
+
+
+def render(verdicts: list[Verdict]) -> str:
+    """The ledger for people: one claim a paragraph."""
+    lines = []
+    for v in verdicts:
+        value = ""
+        if v.ours:
+            where = f" on {v.ours['device']}" if v.ours["device"] else ""
+            value = f" · ours {v.ours['value']:g} {v.ours['unit']} ({v.ours['kind']}{where})"
+        lines.append(f"{v.id:3} {v.verdict.replace('_', ' ').upper()}: {v.claim}")
+        lines += [f"    article {v.article}{value}", f"    {v.reason}"]
+    return "\n".join(lines)

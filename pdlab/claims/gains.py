@@ -1,0 +1,119 @@
+"""Rules about gains over a baseline: speed-ups, tails, cures, the whole stack."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from pdlab.claims.evidence import NOISE, Claim, Evidence, Finding, gain_range, graded, middle, not_measured
+from pdlab.costs.tables import Row
+from pdlab.models.catalogue import config_of
+
+
+def speedup(ev: Evidence, claim: Claim) -> Finding:
+    """The gain over the baseline in the same run, the median over all shapes recorded: reproduced from the claimed ratio on
+    (less 3 % noise), partly if there is a gain at all."""
+    f = claim.figures
+    note = _bandwidth_note(f)
+    pairs = ev.pairs(claim.experiment, f["metric"], f["variants"], f["baselines"], f.get("where"))
+    if not pairs:
+        return not_measured(claim, ev, f"{f['metric']} of {f['variants'][0]} beside {f['baselines'][0]}", note)
+    pair = middle(pairs)
+    reason = f"median gain {pair.gain:.2f}x against {f['ratio']:.2f}x claimed; {gain_range(pairs)}"
+    if "where" in f and "graph" in f["where"]:
+        graphed = ev.pairs(claim.experiment, f["metric"], f["variants"], f["baselines"], {**f["where"], "graph": True})
+        if graphed:
+            reason += f"; against the same baseline in a CUDA graph {gain_range(graphed)}"
+    verdict = graded(pair.gain, f["ratio"])
+    return Finding(verdict, f"{reason}. {note}".rstrip(". "), ev.value(pair.ours, pair.gain, "ratio"))
+
+
+def _bandwidth_note(f: dict[str, Any]) -> str:
+    if "before_percent" not in f:
+        return ""
+    ratio = f["after_percent"] / f["before_percent"]
+    percents = f"{f['before_percent']} to {f['after_percent']} %"
+    return f"{percents} is {ratio:.2f}x at fixed bytes, which the article's own times (E3) contradict"
+
+
+def tail_reduction(ev: Evidence, claim: Claim) -> Finding:
+    """How much lower the tail latency is than the baseline's in the same run, the median over the loads recorded:
+    reproduced from the claimed reduction on (less 3 points), partly if it is lower at all."""
+    f = claim.figures
+    pairs = ev.pairs(claim.experiment, f["metric"], f["variants"], f["baselines"], f.get("where"))
+    if not pairs:
+        return not_measured(claim, ev, f"{f['metric']} of {f['variants'][0]} beside {f['baselines'][0]}")
+    cuts = sorted(((100 * (1 - 1 / p.gain), p) for p in pairs), key=lambda c: c[0])
+    cut, pair = cuts[(len(cuts) - 1) // 2]
+    verdict = "reproduced" if cut >= f["percent"] - 3 else "partly" if cut > 3 else "not_reproduced"
+    spread = f"{cuts[0][0]:.0f} to {cuts[-1][0]:.0f} % over {len(cuts)} loads"
+    reason = f"{cut:.0f} % lower against {f['percent']} % claimed; {spread}"
+    return Finding(verdict, reason, ev.value(pair.ours, cut, "percent"))
+
+
+def fewer_with_the_cure(ev: Evidence, claim: Claim) -> Finding:
+    """Reproduced if the trouble shows without the cure and is at least halved with it; partly if it only shows, or is
+    lessened by less; not reproduced if it never shows."""
+    f = claim.figures
+    rows = {v: ev.rows(claim.experiment, f["metric"], v) for v in (*f["variants"], *f["baselines"])}
+    without = [r for v in f["baselines"] for r in rows[v]]
+    cured = [r for v in f["variants"] for r in rows[v]]
+    if not without:
+        return not_measured(claim, ev, f"{f['metric']} of {f['baselines'][0]}")
+    worst = max(without, key=lambda r: r.median)
+    if worst.median <= f.get("noticeable", 0):
+        return Finding("not_reproduced", f"{f['metric']} without the cure is {worst.median:g} {worst.unit}", ev.value(worst))
+    if not cured:
+        return Finding("partly", f"{f['metric']} is {worst.median:g} {worst.unit}; the cure was not measured", ev.value(worst))
+    best = min(cured, key=lambda r: r.median)
+    verdict = "reproduced" if best.median <= worst.median / 2 else "partly"
+    reason = f"{f['metric']} {worst.median:g} {worst.unit} without, {best.median:g} with the cure"
+    return Finding(verdict, reason, ev.value(best))
+
+
+def _stages(ev: Evidence, experiment: str, metric: str, **where: Any) -> dict[str, list[Row]]:
+    """Rows of an ablation by model, in the order of their stage, all of one run: the newest with two stages or more."""
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for row in ev.rows(experiment, metric, **where):
+        if "stage" in row.params and row.median > 0:
+            runs.setdefault((str(row.params.get("model")), row.run_id), []).append(row)
+    models = {model: rows for (model, _), rows in runs.items() if len(rows) > 1}  # later runs replace earlier ones
+    return {m: sorted(rows, key=lambda r: (str(type(r.params["stage"])), r.params["stage"])) for m, rows in models.items()}
+
+
+def whole_stack(ev: Evidence, claim: Claim) -> Finding:
+    """Last stage of the ablation over its first: reproduced if throughput gains the claimed ratio and P99 falls by the
+    claimed share; partly if only one does."""
+    f = claim.figures
+    throughput = _stages(ev, claim.experiment, "throughput")
+    latency = _stages(ev, claim.experiment, "latency", quantile=99)
+    gains = [(rows[-1].median / rows[0].median, rows[-1]) for rows in throughput.values()]
+    cuts = [1 - rows[-1].median / rows[0].median for rows in latency.values()]
+    if not gains:
+        return not_measured(claim, ev, "ablation of two stages or more")
+    gain, row = max(gains, key=lambda g: g[0])
+    target = 1 - f["after_ms"] / f["before_ms"]
+    cut = max(cuts, default=None)
+    met = (gain >= f["ratio"] * (1 - NOISE)) + (cut is not None and cut >= target - NOISE)
+    fall = "not recorded" if cut is None else f"{100 * cut:.0f} % lower"
+    reason = f"throughput {gain:.2f}x against {f['ratio']}x, P99 {fall} against {100 * target:.0f} % lower"
+    return Finding(("not_reproduced", "partly", "reproduced")[met], reason, ev.value(row, gain, "ratio"))
+
+
+def families_differ(ev: Evidence, claim: Claim) -> Finding:
+    """Reproduced if some stage of the ablation gains at least so many times more on one family of models than on the other;
+    not reproduced if none does."""
+    stages = _stages(ev, claim.experiment, "throughput")
+    by_family: dict[str, dict[str, tuple[float, Row]]] = {}
+    for model, rows in stages.items():
+        gains = {str(b.params["stage"]): (b.median / a.median, b) for a, b in pairwise(rows)}
+        by_family.setdefault(config_of(model).family, {}).update(gains)
+    if len(by_family) < 2:
+        return not_measured(claim, ev, "ablation of both families")
+    llama, gpt2 = by_family["llama"], by_family["gpt2"]
+    ratios = {s: (max(llama[s][0] / gpt2[s][0], gpt2[s][0] / llama[s][0]), llama[s][1]) for s in llama if s in gpt2}
+    if not ratios:
+        return not_measured(claim, ev, "stage measured on both families")
+    stage, (ratio, row) = max(ratios.items(), key=lambda item: item[1][0])
+    verdict = "reproduced" if ratio >= claim.figures["noticeable"] else "not_reproduced"
+    return Finding(verdict, f"the gains differ most at stage {stage}: {ratio:.2f} times", ev.value(row, ratio, "ratio"))

@@ -1,0 +1,99 @@
+"""Rules about the two phases: prefill, decode, and where their time goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdlab.claims.evidence import Claim, Evidence, Finding, at, not_measured, predicted
+from pdlab.costs.formulas import prefill_shape, step_flops
+from pdlab.costs.roofline import sheet_ceilings
+from pdlab.costs.tables import Row
+from pdlab.models.catalogue import config_of
+
+
+def prefill_is_compute_bound(ev: Evidence, claim: Claim) -> Finding:
+    """Reproduced if every recorded prefill step of at least so many tokens uses more of the matrix rate than of the
+    bandwidth, and attention's counted FLOPs quadruple when the prompt doubles; partly if most steps do."""
+    least = claim.figures["least_tokens"]
+    both = [b for b in _utilizations(ev, claim, phase="prefill") if b[0].params["tokens"] * b[0].params["batch"] >= least]
+    if not both:
+        return not_measured(claim, ev, f"prefill steps of {least} tokens or more")
+    wins = sum(c.median > b.median for c, b in both)
+    top = max((c for c, _ in both), key=lambda r: r.median)
+    cfg = config_of("llama-2-7b")
+    growth = step_flops(cfg, prefill_shape(4096)).attention / step_flops(cfg, prefill_shape(2048)).attention
+    share = [100 * (f := step_flops(cfg, prefill_shape(n))).attention / f.total for n in (2048, 32768)]
+    reason = (
+        f"{wins} of {len(both)} prefill steps use more compute than bandwidth, at most {top.median:.0f} % of the matrix rate "
+        f"({top.params['model']}, {top.params['batch']} x {top.params['tokens']}); attention's FLOPs grow {growth:.2f}x when "
+        f"the prompt doubles, but are only {share[0]:.0f} % of all at 2048 tokens and {share[1]:.0f} % at 32768 (llama-2-7b)"
+    )
+    quadratic = abs(growth - 4) < 0.05
+    verdict = "reproduced" if wins == len(both) and quadratic else "partly" if wins * 2 > len(both) else "not_reproduced"
+    return Finding(verdict, reason, ev.value(top))
+
+
+def _utilizations(ev: Evidence, claim: Claim, **where: Any) -> list[tuple[Row, Row]]:
+    """(compute, bandwidth) utilization of each recorded step."""
+    compute = ev.rows(claim.experiment, "compute_utilization", "ours", **where)
+    bandwidth = {at(r): r for r in ev.rows(claim.experiment, "bandwidth_utilization", "ours", **where)}
+    return [(c, bandwidth[at(c)]) for c in compute if at(c) in bandwidth]
+
+
+def decode_underuses_compute(ev: Evidence, claim: Claim) -> Finding:
+    """Reproduced if at least half of the recorded decode steps stay under the claimed compute utilization and use more of
+    the bandwidth than of the matrix rate; partly if only one of the two holds."""
+    limit = claim.figures["percent"]
+    both = _utilizations(ev, claim, phase="decode")
+    if not both:
+        return not_measured(claim, ev, "decode steps")
+    under = sum(c.median < limit for c, _ in both)
+    memory = sum(b.median > c.median for c, b in both)
+    top = max((c for c, _ in both), key=lambda r: r.median)
+    middle = sorted((c for c, _ in both), key=lambda r: r.median)[(len(both) - 1) // 2]
+    reason = (
+        f"{under} of {len(both)} decode steps use under {limit} % of the matrix rate, {memory} more bandwidth than compute; "
+        f"median {middle.median:.1f} %, at most {top.median:.1f} % ({top.params['model']}, batch {top.params['batch']})"
+    )
+    holds = (2 * under >= len(both)) + (2 * memory >= len(both))
+    return Finding(("not_reproduced", "partly", "reproduced")[holds], reason, ev.value(middle))
+
+
+def memory_share_of_decode(ev: Evidence, claim: Claim) -> Finding:
+    """By byte accounting: at batch 1, the share of a decode step in which the memory must be busy. Reproduced from nine
+    tenths of the claimed share on (a faster engine has more); partly down to half of it."""
+    claimed = claim.figures["percent"]
+    rows = ev.rows(claim.experiment, "bandwidth_utilization", "ours", phase="decode", batch=1)
+    if not rows:
+        return not_measured(claim, ev, "decode steps at batch 1")
+    rows = sorted(rows, key=lambda r: r.median)
+    row = rows[-1]
+    reason = (
+        f"at batch 1 the bytes that must move take {rows[0].median:.0f} to {row.median:.0f} % of the step at the read ceiling; "
+        f"the most in {row.params['model']}: the rest is launches and host, which an engine can remove"
+    )
+    value = row.median
+    verdict = "reproduced" if value >= 0.9 * claimed else "partly" if value >= claimed / 2 else "not_reproduced"
+    return Finding(verdict, reason, ev.value(row))
+
+
+def fixed_bytes(ev: Evidence, claim: Claim) -> Finding:
+    """Time is bytes over used bandwidth. Impossible as stated if, at fixed bytes, no rounding of the stated percentages
+    and of the earlier time gives the later time; else the recorded rows of E2 decide."""
+    f = claim.figures
+    before, after, ms, claimed = f["before_percent"], f["after_percent"], f["before_ms"], f["after_ms"]
+    expected = ms * before / after
+    low = (ms - 0.05) * (before - 0.5) / (after + 0.5)
+    high = (ms + 0.05) * (before + 0.5) / (after - 0.5)
+    bandwidth = sheet_ceilings(f["device"]).read_bytes_per_s
+    moved = ms / 1e3 * before / 100 * bandwidth
+    solved = (
+        f"on {f['device']} {ms} ms at {before} % is {moved / 1e9:.1f} GB a token, "
+        f"so a model of {moved / 2e9:.1f} B weights of two bytes"
+    )
+    ours = predicted(expected, "ms", f["device"])
+    if not low <= claimed + 0.05 or not claimed - 0.05 <= high:
+        span = f"{low:.2f} to {high:.2f} with rounding"
+        reason = f"{before} to {after} % takes {ms} ms to {expected:.2f} ms ({span}), not {claimed}; {solved}"
+        return Finding("impossible", reason, ours)
+    return not_measured(claim, ev, "bandwidth techniques", solved, ours)
