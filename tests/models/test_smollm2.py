@@ -35,6 +35,7 @@ def test_loss_on_english_is_that_of_a_correctly_read_model(smollm: Any) -> None:
 @pytest.mark.slow
 def test_logits_and_loss_match_transformers_own_gguf_loader(smollm: Any) -> None:
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="transformers loads GGUF files only where accelerate is installed")
     path = fetch("smollm2-135m")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     ids = english(smollm, 400)
