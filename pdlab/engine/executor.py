@@ -1,0 +1,296 @@
+"""Runs plans with a model: one upload, one forward pass, one sampling, one download a step, and no wait in between.
+
+plan (NumPy) --one pinned copy--> persistent device buffers --> model --> sampled tokens --+--> host, read at result()
+                                                                                           +--> last[row], read by the
+                                                                                                next step's decodes
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pdlab.core.clock import Clock, RealClock
+from pdlab.core.config import EngineConfig
+from pdlab.core.errors import CapacityError, EngineClosed
+from pdlab.core.plan import IN_FLIGHT, KVCopy, KVOp, Plan
+from pdlab.engine.buffers import Block
+from pdlab.engine.interface import StepResult
+from pdlab.engine.sampling import SeenTokens, sampling_batch
+from pdlab.kernels.kv_view import KVView
+from pdlab.kernels.ops import SampleResult
+from pdlab.models.model import Model
+
+EXTENT_ALLOCATORS = ("per_request", "contiguous_pool")  # their memory is cut in tokens, not in pages
+CPU_KV_BYTES = 1 << 30  # without a setting, a CPU's KV memory is at most this and at most a quarter of what is free
+_SAMPLING = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+_SAMPLING |= {"repetition_penalty": np.float32, "seed": np.int64, "position": np.int64}
+
+
+class TorchExecutor:
+    """Contract 4 on a CPU or one GPU. `model` is loaded and its operations chosen; `max_len`: tokens of one request."""
+
+    def __init__(self, config: EngineConfig, model: Model, *, max_len: int, clock: Clock | None = None) -> None:
+        self.config, self.model, self.clock = config, model, clock or RealClock()
+        self.device = model.device
+        self.on_gpu = self.device.type == "cuda"
+        self.page_size = 1 if config.kv_allocator in EXTENT_ALLOCATORS else config.page_size
+        rows = min(config.max_batch_requests, config.max_batch_tokens)
+        tokens = max(config.max_batch_tokens, max_len) + rows
+        self.scratch = tokens if config.batching not in ("continuous", "continuous_chunked") else 0  # slots that padding writes
+        self._capacity = kv_capacity(config, model, max_len)
+        pages = -(-self._capacity // self.page_size)
+        self.k, self.v = model.new_kv(pages + -(-self.scratch // self.page_size), self.page_size)
+        self._scratch_page = pages
+        width = 0 if self.page_size == 1 else -(-max(max_len, self.scratch) // self.page_size) + 1
+        batch = rows + 1  # one more than requests: padding is a request of its own
+        sections: dict[str, tuple[type, int]] = {
+            **dict.fromkeys(("token_ids", "positions", "slots", "token_row"), (np.int64, tokens)),
+            **dict.fromkeys(("base", "rows", "sample_at", "sample_rows"), (np.int64, batch)),
+            "cu_q": (np.int32, batch + 1),
+            "seq_lens": (np.int32, batch),
+            **{name: (dtype, batch) for name, dtype in _SAMPLING.items()},
+            "table": (np.int32, batch * max(width, 1)),
+        }
+        self.block = Block(sections, self.device, config.steps_in_flight + 1)
+        self.block_table = torch.zeros((batch, width), dtype=torch.int32, device=self.device)
+        self.last = torch.zeros(batch, dtype=torch.int64, device=self.device)  # the token each row sampled last
+        self.seen = SeenTokens(rows, model.config.vocab_size, self.device)
+        self._anchor: tuple[torch.cuda.Event, float] | None = None  # an event and the engine time at which it happened
+        self._unfinished = 0
+        self._closed = False
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def submit(self, plan: Plan) -> StepHandle:
+        if self._closed:
+            raise EngineClosed("a step was submitted to a closed executor", "make a new LLM")
+        before = self._mark()
+        try:
+            with torch.inference_mode():
+                sampled = self._run(plan)
+                result = self._download(plan, sampled)
+        except Exception as error:  # out of memory, a kernel that cannot launch, a bug: this step fails, not the engine
+            now = self.clock.now()
+            failed = StepResult(plan.step, np.zeros(0, np.int64), now, now, error=error)
+            return StepHandle(lambda: failed)
+        return StepHandle(self._finisher(plan, before, result), None if self.on_gpu else before)
+
+    # --- one step
+
+    def _run(self, plan: Plan) -> SampleResult:
+        for op in plan.kv_ops:
+            self._kv_op(op)
+        self.seen.admit(plan)
+        self.block.upload(self._arrays(plan))
+        d = self.block.device
+        t, s = plan.new_tokens + plan.pad_tokens, len(plan.sample_rows)
+        ids, rows = d["token_ids"][:t], d["sample_rows"][:s]
+        ids = torch.where(ids == IN_FLIGHT, self.last[d["token_row"][:t]], ids)
+        x = self.model.forward(ids, d["positions"][:t], self._view(plan))
+        on_device = {name: d[name][:s] for name in _SAMPLING}
+        batch = sampling_batch(plan.sampling, on_device, self.seen.of(plan, rows))
+        sampled = self.model.sample(x[d["sample_at"][:s]], batch)
+        known = sampled.tokens.clamp(min=0)  # -1 says that a row had no finite logit; the host hears of it
+        self.last[rows] = known
+        self.seen.add(rows, known)
+        return sampled
+
+    def _arrays(self, plan: Plan) -> dict[str, np.ndarray]:
+        """What the device must know. Padding is one more request, of zeros, which writes to slots that nobody owns."""
+        new = np.diff(plan.q_start)
+        arrays = {
+            "token_ids": plan.token_ids,
+            "positions": plan.positions,
+            "slots": plan.slots,
+            "token_row": plan.rows if plan.new_tokens == plan.batch else np.repeat(plan.rows, new),
+            "base": plan.base,
+            "rows": plan.rows,
+            "sample_at": plan.q_start[plan.sample_rows + 1] - 1,
+            "sample_rows": plan.rows[plan.sample_rows],
+            "cu_q": plan.q_start,
+            "seq_lens": plan.context_lens,
+            **{name: getattr(plan.sampling, name) for name in _SAMPLING},
+            "table": plan.page_table,
+        }
+        if plan.pad_tokens:
+            n, first = plan.pad_tokens, self._scratch_page
+            scratch = np.arange(n)
+            zeros = np.zeros(n, np.int64)
+            more = {"token_ids": zeros, "positions": scratch, "slots": first * self.page_size + scratch, "token_row": zeros}
+            more |= {"base": [first], "rows": [0], "seq_lens": [n], "cu_q": [plan.new_tokens + n]}
+            for name, extra in more.items():
+                arrays[name] = np.append(arrays[name], extra)
+            if self.block_table.shape[1]:
+                pages = first + np.arange(-(-n // self.page_size))
+                table = np.zeros((plan.batch + 1, max(plan.page_table.shape[1], len(pages))), np.int32)
+                table[:-1, : plan.page_table.shape[1]] = plan.page_table
+                table[-1, : len(pages)] = pages
+                arrays["table"] = table
+        return arrays
+
+    def _view(self, plan: Plan) -> KVView:
+        d, pad = self.block.device, plan.pad_tokens
+        b, t = plan.batch + bool(pad), plan.new_tokens + pad
+        lens = list(zip(np.diff(plan.q_start).tolist(), plan.context_lens.tolist(), strict=True)) + (
+            [(pad, pad)] if pad else []
+        )
+        if width := self.block_table.shape[1] and max(plan.page_table.shape[1], -(-pad // self.page_size)):
+            self.block_table[:b, :width] = d["table"][: b * width].view(b, width)
+        return KVView(
+            kind=plan.kv_kind,
+            page_size=self.page_size,
+            k=self.k,
+            v=self.v,
+            block_table=self.block_table[:b],
+            base=d["base"][:b],
+            seq_lens=d["seq_lens"][:b],
+            cu_q=d["cu_q"][: b + 1],
+            slots=d["slots"][:t],
+            positions=d["positions"][:t],
+            max_q=max(n for n, _ in lens),
+            max_kv=max(n for _, n in lens),
+            host_lens=tuple(lens),
+        )
+
+    def _kv_op(self, op: KVOp) -> None:
+        if not isinstance(op, KVCopy):
+            return  # pieces of their own are ranges of the one memory
+        size = self.page_size
+        src = torch.arange(op.src, op.src + op.tokens, device=self.device)
+        dst = src + (op.dst - op.src)
+        for cache in (self.k, self.v):
+            cache[:, dst // size, :, dst % size] = cache[:, src // size, :, src % size]
+
+    # --- results
+
+    def _mark(self) -> torch.cuda.Event | float:
+        """This moment on the device's time line."""
+        if not self.on_gpu:
+            return self.clock.now()
+        event = torch.cuda.Event(enable_timing=True)
+        if self._anchor is None:
+            torch.cuda.synchronize(self.device)
+            event.record()
+            event.synchronize()
+            self._anchor = event, self.clock.now()
+            event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _download(self, plan: Plan, sampled: SampleResult) -> list[torch.Tensor | None]:
+        """Starts the copies to the host. Log-probabilities travel only when a request asked for them."""
+        parts = [sampled.tokens, sampled.logprob, sampled.top_ids, sampled.top_logprobs]
+        if not self.on_gpu:
+            return parts
+        return [
+            None if p is None else torch.empty_like(p, device="cpu", pin_memory=True).copy_(p, non_blocking=True) for p in parts
+        ]
+
+    def _finisher(
+        self, plan: Plan, before: torch.cuda.Event | float, parts: list[torch.Tensor | None]
+    ) -> Callable[[], StepResult]:
+        after = self._mark()
+
+        def finish() -> StepResult:
+            try:
+                start, end = self._times(before, after)
+            except Exception as error:  # an asynchronous failure of the device shows at the first wait
+                now = self.clock.now()
+                return StepResult(plan.step, np.zeros(0, np.int64), now, now, error=error)
+            tokens, logprob, top_ids, top_logprobs = (None if p is None else p.numpy() for p in parts)
+            assert tokens is not None
+            bad = tuple(np.flatnonzero(tokens < 0).tolist())
+            return StepResult(plan.step, tokens, start, end, logprob, top_ids, top_logprobs, bad_rows=bad)
+
+        return finish
+
+    def _times(self, before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> tuple[float, float]:
+        """Engine seconds of two marks, waiting for the second. Each step is timed from the end of the one before, so the
+        float32 milliseconds that CUDA returns never grow large enough to lose digits."""
+        if isinstance(before, float) or isinstance(after, float):
+            return before, after  # type: ignore[return-value]
+        after.synchronize()
+        assert self._anchor is not None
+        anchor, at = self._anchor
+        start = at + max(0.0, anchor.elapsed_time(before) / 1e3)
+        end = min(start + before.elapsed_time(after) / 1e3, self.clock.now())
+        self._anchor = after, end
+        return min(start, end), end
+
+    def reset(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        self.seen.clear()
+        self._anchor = None
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for name in ("k", "v", "model", "block", "block_table", "last", "seen"):
+            delattr(self, name)
+        self._anchor = None
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+class StepHandle:
+    """A step that was launched; `event` is None where launching already was the whole step."""
+
+    def __init__(self, finish: Callable[[], StepResult], event: torch.cuda.Event | float | None = None) -> None:
+        self._finish, self._event = finish, event
+        self._result: StepResult | None = None
+
+    def done(self) -> bool:
+        return not isinstance(self._event, torch.cuda.Event) or self._event.query()
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
+
+
+def kv_capacity(config: EngineConfig, model: Model, max_len: int) -> int:
+    """KV slots: the setting, or what memory and utilization leave, and never more than all requests could fill.
+
+    CapacityError says what would fit.
+    """
+    per_token = model.config.kv_bytes_per_token(torch.empty(0, dtype=model.dtype).element_size())
+    page = config.page_size
+    most = min(config.max_batch_requests, config.max_batch_tokens) * (-(-max_len // page) * page)
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0] - _workspace_bytes(config, model)
+        fits = int(free * config.kv_memory_utilization) // per_token
+    else:
+        import psutil
+
+        available = psutil.virtual_memory().available
+        fits = available // 4 // per_token
+        most = min(most, max(CPU_KV_BYTES // per_token, page))
+    if config.kv_capacity_tokens is not None:
+        if config.kv_capacity_tokens > fits:
+            raise CapacityError(
+                f"kv_capacity_tokens={config.kv_capacity_tokens:,} needs {config.kv_capacity_tokens * per_token / 1e9:.1f} GB",
+                f"{max(fits, 0):,} tokens would fit beside the model",
+            )
+        return config.kv_capacity_tokens
+    tokens = min(fits, most) // page * page
+    if tokens < page:
+        raise CapacityError(
+            f"{model.config.name} leaves no room for a page of {page} tokens", "use a smaller model, or a dtype of two bytes"
+        )
+    return tokens
+
+
+def _workspace_bytes(config: EngineConfig, model: Model) -> int:
+    """A step's largest activations, twice over, and float32 logits with their sorted copy."""
+    c, size = model.config, torch.empty(0, dtype=model.dtype).element_size()
+    widest = max(2 * c.ffn_size, c.q_size + 2 * c.kv_size, 4 * c.hidden_size)
+    rows = min(config.max_batch_requests, config.max_batch_tokens)
+    return 2 * config.max_batch_tokens * (widest + 4 * c.hidden_size) * size + 12 * rows * c.vocab_size

@@ -1,0 +1,66 @@
+"""What planning must know of each running request, as arrays indexed by row, so that a decode step costs a few array
+operations whatever its batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdlab.core.plan import SamplingArrays
+from pdlab.core.request import Request, Status
+
+_SAMPLING = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+}
+
+
+class Rows:
+    """Persistent rows, one a running request; the executor keeps device state (last token, seen tokens) under the same
+    numbers. The arrays mirror fields of Request; planning changes both together."""
+
+    def __init__(self, count: int) -> None:
+        self.request: list[Request | None] = [None] * count
+        self.scheduled = np.zeros(count, np.int64)  # tokens whose KV is written, or will be by the steps in flight
+        self.sampled = np.zeros(count, np.int64)  # output tokens, those in flight included
+        self.limit = np.zeros(count, np.int64)  # output tokens the request may have
+        self.room = np.zeros(count, np.int64)  # positions that reserve() is known to have granted
+        self.seed = np.zeros(count, np.int64)
+        self.logprobs = np.zeros(count, np.int32)
+        self.columns = {name: np.zeros(count, dtype) for name, dtype in _SAMPLING.items()}
+        self._unused = list(range(count - 1, -1, -1))
+        self._sampling: tuple[np.ndarray, dict[str, np.ndarray]] | None = None  # of the rows asked for last
+
+    def __bool__(self) -> bool:
+        """Whether a row is unused."""
+        return bool(self._unused)
+
+    def take(self, request: Request, limit: int, room: int) -> None:
+        row = request.row = self._unused.pop()
+        request.status = Status.RUNNING
+        self.request[row] = request
+        self.scheduled[row] = request.num_scheduled
+        self.sampled[row] = request.num_sampled
+        self.limit[row], self.room[row] = limit, room
+        params = request.params
+        for name, column in self.columns.items():
+            column[row] = getattr(params, name)
+        self.seed[row] = request.seed
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._sampling = None
+
+    def release(self, request: Request) -> None:
+        self.request[request.row] = None
+        self._unused.append(request.row)
+        request.row = -1
+
+    def sampling(self, rows: np.ndarray) -> SamplingArrays:
+        """Parameters for `rows`, each about to sample its output token number `sampled`. Remembered while the very same
+        array of rows comes back: a long run of decode steps gathers only the positions."""
+        if self._sampling is None or self._sampling[0] is not rows:
+            gathered = {name: column[rows] for name, column in self.columns.items()}
+            gathered |= {"seed": self.seed[rows], "logprobs": self.logprobs[rows]}
+            self._sampling = rows, gathered
+        return SamplingArrays(position=self.sampled[rows], **self._sampling[1])

@@ -1,0 +1,228 @@
+"""The planner: which requests run, with how many tokens, in which memory.
+
+    waiting --admit--> prefilling --prompt done--> decoding --remove--> (gone)
+       ^                    |                         |
+       +------ preempt -----+-------------------------+      memory given back, everything computed again
+
+A step is composed by the batching, in the policy's order, within what the allocator grants. Up to two steps may be in
+flight: planning never needs a token that the device has not delivered yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from pdlab.allocators.interface import Allocator
+from pdlab.core.config import EngineConfig
+from pdlab.core.plan import Plan
+from pdlab.core.request import Request, Status
+from pdlab.costs.interface import Estimator
+from pdlab.scheduler.batching import Batching
+from pdlab.scheduler.draft import Draft
+from pdlab.scheduler.interface import Policy
+from pdlab.scheduler.rows import Rows
+
+
+class Scheduler:
+    """Owns the queues and the rows; asks policy, batching, allocator and estimator.
+
+    `max_len`: tokens of prompt + output that one request may have; every one of them fits the memory alone, so whoever is
+    admitted can always be finished by preempting the others.
+    """
+
+    def __init__(
+        self, config: EngineConfig, allocator: Allocator, policy: Policy, batching: Batching, estimator: Estimator, max_len: int
+    ) -> None:
+        self.config, self.max_len = config, max_len
+        self.allocator, self.policy, self.batching, self.estimator = allocator, policy, batching, estimator
+        self.policy_preempts = type(policy).preempts is not Policy.preempts
+        # a request runs only if its decode always has a place in the budget
+        self.rows = Rows(min(config.max_batch_requests, config.max_batch_tokens))
+        self.waiting: dict[int, Request] = {}
+        self.running: dict[int, Request] = {}
+        self.prefilling: dict[int, Request] = {}
+        self.preempted_last = 0  # requests that the last plan preempted
+        self._decoding: tuple[np.ndarray, list[int]] | None = None  # rows and ids; None: to be gathered again
+        self._fresh: set[int] = set()  # admitted and not yet in a plan: the executor has not seen their tokens
+        self._submitted: deque[list[Request]] = deque()  # requests of each step in flight
+        self._promised = 0  # slots to come back from steps in flight that somebody already waits for
+        self._step = -1
+
+    # --- from outside
+
+    def add(self, request: Request) -> None:
+        self.waiting[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """The request ended, wherever it was; its memory is reusable once the steps in flight have ended."""
+        if request.status is Status.RUNNING:
+            self._leave(request)
+        else:
+            self.waiting.pop(request.request_id, None)
+        request.status = Status.FINISHED
+
+    def plan(self, now: float) -> Plan | None:
+        """The next step, or None when nothing can run now. At most one step may be in flight."""
+        draft = Draft(self, now, self.config.max_batch_tokens)
+        self._promised = 0
+        self.batching.compose(draft)
+        self.preempted_last = draft.preempted
+        if draft.empty:
+            return None
+        self._step += 1
+        plan, requests = draft.freeze(self._step)
+        self._fresh.clear()
+        self.allocator.submitted(self._step)
+        self._submitted.append(requests)
+        return plan
+
+    def commit(self, plan: Plan) -> list[Request]:
+        """The oldest step in flight ended well: its KV is there. Returns its requests in the plan's order; those that
+        ended or were preempted meanwhile are among them. Call it before the step's new tokens are appended."""
+        requests = self._submitted.popleft()
+        self.allocator.retire(plan.step)
+        ids: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for request, end, new in zip(requests, plan.context_lens.tolist(), np.diff(plan.q_start).tolist(), strict=True):
+            if request.status is not Status.RUNNING:
+                continue
+            request.num_computed = end
+            if new == 1 and end > request.prompt_len:
+                ids.append(request.request_id)
+                tokens.append(request.output_token_ids[end - 1 - request.prompt_len])
+                positions.append(end - 1)
+            else:
+                self.allocator.written(request.request_id, request.tokens(end - new, end), end - new)
+        self.allocator.appended(ids, tokens, positions)
+        return requests
+
+    def restart(self) -> list[Request]:
+        """A step failed and the executor forgot everything: what still runs is computed again, nothing counts as in
+        flight. Returns the requests of the oldest step, the one that failed."""
+        failed = self._submitted.popleft() if self._submitted else []
+        self._submitted.clear()
+        self.allocator.retire(self._step)
+        for request in list(self.running.values()):
+            self.preempt(request)
+        for request in self.waiting.values():
+            request.num_sampled = len(request.output_token_ids)
+        self.allocator.drop_prefixes()
+        return failed
+
+    # --- what drafts ask
+
+    def decoding_rows(self) -> np.ndarray:
+        """Rows of the requests past their prompt, first admitted first; the same array until one joins or leaves."""
+        if self._decoding is None:
+            decoding = [r for r in self.running.values() if r.request_id not in self.prefilling]
+            self._decoding = np.array([r.row for r in decoding], np.int64), [r.request_id for r in decoding]
+        return self._decoding[0]
+
+    def decoding_ids(self, rows: np.ndarray) -> list[int]:
+        if self._decoding is not None and self._decoding[0] is rows:
+            return list(self._decoding[1])
+        return [r.request_id for row in rows.tolist() if (r := self.rows.request[row]) is not None]
+
+    def addresses(
+        self, rids: list[int], starts: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(page_table i32[B, P], base i64[B], slots i64[T]) of the step's requests and their new tokens."""
+        owner = np.arange(len(rids)) if len(positions) == len(rids) else np.repeat(np.arange(len(rids)), np.diff(starts))
+        table = self.allocator.page_tables(rids)
+        if self.allocator.kind == "paged":
+            size = self.allocator.page_size
+            slots = table[owner, positions // size].astype(np.int64) * size + positions % size
+            return table, np.zeros(len(rids), np.int64), slots
+        base = self.allocator.bases(rids)
+        return table, base, base[owner] + positions
+
+    def cached_prefix(self, request: Request) -> int:
+        if not self.config.prefix_reuse:
+            return 0
+        return self.allocator.match_prefix(request.tokens(0, request.num_tokens))
+
+    def needs_seen(self, request: Request) -> bool:
+        return request.request_id in self._fresh and request.params.repetition_penalty != 1.0
+
+    def prompt_done(self, request: Request) -> None:
+        del self.prefilling[request.request_id]
+        self._decoding = None
+
+    # --- memory
+
+    def admit(self, request: Request, now: float) -> bool:
+        """A row, and memory for every token the request has; False, with nothing changed, where there is no room.
+
+        One page is left for each request that runs, so that an admission is not paid for by a preemption in the very
+        next page."""
+        rid, n = request.request_id, request.num_tokens
+        cached = self.cached_prefix(request)
+        spare = len(self.running) * self.allocator.page_size
+        if not self.rows or self.allocator.stats().free < n - cached + spare:
+            return False
+        if cached:
+            cached = self.allocator.adopt_prefix(rid, request.tokens(0, n))
+        limit = self.output_limit(request)
+        if not self.allocator.reserve(rid, n, request.prompt_len + limit):
+            if cached:
+                self.allocator.free(rid)
+            return False
+        del self.waiting[rid]
+        request.num_computed = request.num_scheduled = cached
+        request.cached_prompt_tokens = min(cached, request.prompt_len)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now
+        self.rows.take(request, limit, self._room(rid, n))
+        self.running[rid] = self.prefilling[rid] = request
+        self._fresh.add(rid)
+        return True
+
+    def output_limit(self, request: Request) -> int:
+        """Output tokens after which the request ends whatever it says."""
+        return min(request.params.max_tokens, self.max_len - request.prompt_len)
+
+    def grow(self, request: Request, draft: Draft) -> bool:
+        """Room for one more token, by preempting others if need be. False: not in this step; it then either waits for
+        memory that the steps in flight still read, or was preempted itself."""
+        rid, n = request.request_id, request.num_scheduled + 1
+        pending = request.num_scheduled - request.num_computed
+        if pending and self.allocator.kind == "extent":  # an extent that moves must take along what is being written
+            self.allocator.written(rid, [-1] * pending, request.num_computed)
+        while not self.allocator.reserve(rid, n):
+            if self.room_is_coming(self.allocator.page_size):
+                return False
+            draft.preempt(next(draft.victims(), request))
+            if request.status is not Status.RUNNING:
+                return False
+        self.rows.room[request.row] = self._room(rid, n)
+        return True
+
+    def room_is_coming(self, slots: int) -> bool:
+        """Whether the steps in flight will give back `slots` slots that nobody waits for; whoever asks now waits for them."""
+        if self.allocator.stats().retired - self._promised < slots:
+            return False
+        self._promised += slots
+        return True
+
+    def _room(self, rid: int, n: int) -> int:
+        return max(n, len(self.allocator.page_table(rid)) * self.allocator.page_size)
+
+    def preempt(self, request: Request) -> None:
+        """Back to waiting; its tokens stay, their KV is computed again (or found again as a prefix)."""
+        self._leave(request)
+        request.status = Status.WAITING
+        request.num_computed = request.num_scheduled = 0
+        request.preemptions += 1
+        self.waiting[request.request_id] = request
+
+    def _leave(self, request: Request) -> None:
+        rid = request.request_id
+        self.allocator.free(rid)
+        self.rows.release(request)
+        del self.running[rid]
+        self.prefilling.pop(rid, None)
+        self._fresh.discard(rid)
+        self._decoding = None
