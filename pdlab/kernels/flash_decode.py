@@ -184,6 +184,7 @@ def flash_decode_kernel(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,  # launched as a programmatic dependent of the kernel before it (from capability 9.0 on)
 ):
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -202,6 +203,9 @@ def flash_decode_kernel(
     mine = pid * share + tl.minimum(pid, extra)
     stop = mine + share + (pid < extra).to(tl.int32)
 
+    if PDL:  # lengths and tables are older than the kernel before this one; q, the newest K and V and the workspace are not
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
     lanes_d = tl.arange(0, HEAD_PAD)
     tile = mine
@@ -303,7 +307,8 @@ def flash_decode(
 
     q [T, N, D] with contiguous D (a view of packed qkv is fine); view.k and view.v [pages, K, page_size, D] of one layer, equal
     strides; the new tokens' own K and V are already written. Returns `out` [T, N, D], made with torch.empty when absent.
-    A request whose cache is empty gets zeros. `workspace` must fit `programs`, max_q * N/K rows and batch * K segments.
+    A request whose cache is empty gets zeros. With `tile.pdl` the kernel reads lengths and tables before the kernel launched
+    just before it has ended, so that one must not be what writes them. `workspace` must fit `programs`, max_q * N/K rows and batch * K segments.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = view.k.shape[1]
@@ -322,6 +327,7 @@ def flash_decode(
         view.k.stride(0), view.k.stride(1), view.k.stride(2), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, rows_pad), ROWS_PAD=rows_pad, HEAD=head_dim, HEAD_PAD=head_pad,
         BLOCK_N=tile.block_n, BATCH_PAD=padded_batch(batch), MAX_Q=max_q, PAGED=view.kind == "paged",
-        PAGE=view.page_size, PARTS=parts, STAGES=tile.stages, num_warps=tile.warps,
+        PAGE=view.page_size, PARTS=parts, STAGES=tile.stages, PDL=tile.pdl, num_warps=tile.warps,
+        **({"launch_pdl": True} if tile.pdl else {}),
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """Prefill attention: many queries a request over its cache, causal or full, variable lengths packed in one launch.
 
-    S = scale * Q K^T,   OUT = softmax(S + mask) V,   one tile of S at a time with a running maximum and denominator
+    S = scale * Q K^T,   O = softmax(S + mask) V,   one tile of S at a time with a running maximum and denominator
 
 FLOPs: 4 * pairs * head_dim a query head, pairs = n (c + (n + 1) / 2) for n queries after c cached tokens. Bytes: q, k, v, o
 once. Bound: compute from about a thousand tokens on; below that, bandwidth. At 16384 tokens, 32 heads of 128, causal: 2.2

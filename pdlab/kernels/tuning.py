@@ -30,6 +30,7 @@ class DecodeTile:
     warps: int
     stages: int  # tiles of K and V alive at once, the one being computed with included
     blocks_per_sm: int  # programs that are resident together; the grid is this times the multiprocessors
+    pdl: bool = False  # programmatic dependent launch; Hopper and later
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Tuning:
 
     def _measured(self, kind: type[Tile], name: str, **facts: Any) -> Tile | None:
         entry = first_match(table(self.device).get("attention_tiles", []), kind=name, **facts)
-        return kind(**{f.name: entry[f.name] for f in fields(kind)}) if entry else None
+        return kind(**{f.name: entry[f.name] for f in fields(kind) if f.name in entry}) if entry else None
 
     def most_decode_programs(self, head_dim: int) -> int:
         """Programs of the largest grid that any of this head size's decode tiles asks for; sizes the workspace."""
