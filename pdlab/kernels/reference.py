@@ -64,7 +64,7 @@ def decode_attention(q: torch.Tensor, view: KVView, b0: int, b1: int, length: in
     """Attention of requests [b0, b1) with one query each, q [b1 - b0, N, D], at most `length` keys; all at once."""
     n, heads, dim = q.shape
     k, v = (read_kv(view, cache, b0, b1, length).float() for cache in (view.k, view.v))
-    valid = torch.arange(length, device=q.device) < view.seq_lens[b0:b1, None]
+    valid = torch.arange(k.shape[2], device=q.device) < view.seq_lens[b0:b1, None]
     grouped = q.float().view(n, k.shape[1], -1, dim) * dim**-0.5
     scores = (grouped @ k.transpose(-1, -2)).masked_fill(~valid[:, None, None], _MASKED)
     # zero, not only weightless: freed memory may hold another request's NaN, and 0 * NaN is NaN
@@ -79,12 +79,24 @@ def prefill_attention(q: torch.Tensor, view: KVView, b: int, length: int) -> tor
     grouped = q.float().view(n, k.shape[0], -1, dim).permute(1, 2, 0, 3) * dim**-0.5  # [K, G, n, D]
     keys = torch.arange(length, device=q.device)
     out = []
-    for lo in range(0, n, rows := max(1, _SCORES // (heads * length))):
-        hi = min(n, lo + rows)
+    block = max(1, _SCORES // (heads * length))
+    for lo in range(0, n, block):
+        hi = min(n, lo + block)
         last = keys[length - n + lo : length - n + hi, None]  # the last key each query may see: its own position
         scores = (grouped[:, :, lo:hi] @ k.transpose(-1, -2).unsqueeze(1)).masked_fill(keys > last, _MASKED)
         out.append((scores.softmax(-1) @ v.unsqueeze(1)).permute(2, 0, 1, 3).reshape(hi - lo, heads, dim))
     return torch.cat(out).to(q.dtype)
+
+
+def _decodes_from(lens: tuple[tuple[int, int], ...], b: int, floats_per_key: int) -> tuple[int, int]:
+    """(end, longest): the consecutive decodes [b, end) whose gathered keys, padded to the longest, stay within bounds."""
+    end, longest = b, 0
+    while end < len(lens) and lens[end][0] == 1:
+        wider = max(longest, lens[end][1])
+        if end > b and (end + 1 - b) * wider * floats_per_key > _SCORES:
+            break
+        end, longest = end + 1, wider
+    return end, longest
 
 
 def project_logits(x: torch.Tensor, head: HeadWeights) -> torch.Tensor:
@@ -125,21 +137,15 @@ class ReferenceOps:
             return out
         b = t = 0
         while b < len(lens):
-            n, length = lens[b]
-            if n > 1:
-                out[t : t + n] = prefill_attention(q[t : t + n], view, b, length)
-                b, t = b + 1, t + n
-                continue
-            end = b
-            width = 0
-            size = q.shape[1] * q.shape[2]  # floats of keys and values gathered per request and key, at most
-            while end < len(lens) and lens[end][0] == 1:
-                wider = max(width, lens[end][1])
-                if end > b and (end + 1 - b) * wider * size > _SCORES:
-                    break
-                end, width = end + 1, wider
-            out[t : t + end - b] = decode_attention(q[t : t + end - b], view, b, end, width)
-            b, t = end, t + end - b
+            rows, longest = lens[b]
+            end = b + 1
+            if rows == 1:
+                end, longest = _decodes_from(lens, b, floats_per_key=q.shape[1] * q.shape[2])
+                rows = end - b
+                out[t : t + rows] = decode_attention(q[t : t + rows], view, b, end, longest)
+            else:
+                out[t : t + rows] = prefill_attention(q[t : t + rows], view, b, longest)
+            b, t = end, t + rows
         return out
 
     def out_residual(self, attn: torch.Tensor, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:

@@ -69,9 +69,9 @@ def _find(name: str) -> Path:
     if name in CATALOGUE:
         raise unknown_model(name, f"{name} is known as a shape only: for random weights use {RANDOM}{name}")
     path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if name and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
-    if path.exists():
+    if name and path.exists():
         raise unknown_model(name, f"{path} is neither a folder nor a .gguf file")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _from_hub(name)

@@ -41,7 +41,8 @@ class RandomSource:
         rows = sum(s[-1] if transpose else s[0] for s in shapes)
         columns = (shapes[0][0] if transpose else shapes[0][-1],) if len(shapes[0]) == 2 else ()
         out = torch.empty((rows, *columns), dtype=self.dtype, device=self.device)
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(names[0].encode()) + (self.seed << 32) % (1 << 62))
+        # 32 bits that both name and seed change: the CPU generator ignores the upper half of a seed
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {names[0]}".encode()))
         if columns:
             residual = any(part in names[0] for part in ("o_proj", "down_proj", "c_proj"))
             return out.normal_(0.0, columns[0] ** -0.5 * (self.residual_scale if residual else 1.0), generator=generator)
