@@ -14,9 +14,10 @@ from typing import Any
 from pdlab.core.errors import ConfigError, InvalidRequest
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-ALLOCATORS = ("paged",)
+ALLOCATORS = ("paged", "contiguous_pool", "per_request", "hybrid")
+FITS = ("first", "best")
 ATTENTION = ("auto", "plain", "sdpa", "triton", "flash_attn")
-BATCHING = ("continuous_chunked", "continuous")
+BATCHING = ("continuous_chunked", "continuous", "static", "one_at_a_time", "article", "article_mended")
 POLICIES = (
     "fcfs", "sjf", "sjf_aging", "least_remaining", "priority", "deadline", "oracle", "article", "article_no_ties",
 )  # fmt: skip
@@ -47,10 +48,18 @@ class EngineConfig:
 
     # KV-cache memory
     kv_allocator: str = "paged"
-    page_size: int = 16  # tokens a page, 1...256
+    page_size: int = 16  # tokens a page, 1...256; extents come in multiples of it
     kv_capacity_tokens: int | None = None  # explicit; otherwise from free memory and utilization
     kv_memory_utilization: float = 0.9  # share of the free device memory given to KV, (0, 1]
-    prefix_reuse: bool = False  # full pages of equal prompts are shared
+    prefix_reuse: bool = False  # full pages of equal prompts are shared (paged, hybrid)
+    pool_fit: str = "first"  # which free extent a request is given: the first or the best that fits
+    pool_headroom: float = 0.0625  # contiguous_pool: room to grow that an extent starts with, as a share of its length
+    hybrid_threshold: int | None = None  # tokens: requests that cannot exceed it go to the pool; None learns it
+    hybrid_waste: float = 0.02  # share of memory that the learned threshold lets the pool waste, [0, 1)
+    compact_every: int | None = None  # compact after so many ended requests
+    compact_threshold: float | None = None  # compact when this share of what is free cannot be used in one piece, (0, 1]
+    compact_on_refusal: bool = False  # compact after an allocation that failed
+    compact_budget: int = 32768  # slots moved between two steps, at most
 
     # attention and model operations
     attention: str = "auto"
@@ -60,6 +69,7 @@ class EngineConfig:
     policy: str = "fcfs"
     max_batch_requests: int = 256  # requests running at once
     max_batch_tokens: int = 2048  # token budget of one step, decodes first
+    static_batch_tokens: int = 8192  # padded prompt tokens of one static batch
     max_model_len: int | None = None  # tokens of prompt + output; at most the model's context
     steps_in_flight: int = 1  # 1 or 2: two overlap the host with the device
     estimator: str = "roofline"
@@ -77,6 +87,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("executor", EXECUTORS),
             ("kv_allocator", ALLOCATORS),
+            ("pool_fit", FITS),
             ("attention", ATTENTION),
             ("batching", BATCHING),
             ("policy", POLICIES),
@@ -91,13 +102,13 @@ class EngineConfig:
             "use auto, cpu, cuda or cuda:N",
         )
         _check(_is_int(self.page_size) and 1 <= self.page_size <= 256, "page_size", self.page_size, "use 1 to 256 tokens")
-        for name in ("kv_capacity_tokens", "max_model_len"):
+        for name in ("kv_capacity_tokens", "max_model_len", "hybrid_threshold", "compact_every"):
             value = getattr(self, name)
             _check(
                 value is None or (_is_int(value) and value >= 1),
                 name,
                 value,
-                "use a whole number of tokens, 1 or more, or None",
+                "use a whole number, 1 or more, or None",
             )
         _check(
             0.0 < self.kv_memory_utilization <= 1.0,
@@ -105,7 +116,17 @@ class EngineConfig:
             self.kv_memory_utilization,
             "use a share in (0, 1]",
         )
-        for name in ("max_batch_requests", "max_batch_tokens"):
+        for name in ("pool_headroom", "hybrid_waste"):
+            value = getattr(self, name)
+            _check(_finite(value) and 0 <= value < 1, name, value, "use a share in [0, 1)")
+        threshold = self.compact_threshold
+        _check(
+            threshold is None or (_finite(threshold) and 0 < threshold <= 1),
+            "compact_threshold",
+            threshold,
+            "use a share in (0, 1], or None",
+        )
+        for name in ("max_batch_requests", "max_batch_tokens", "static_batch_tokens", "compact_budget"):
             value = getattr(self, name)
             _check(_is_int(value) and value >= 1, name, value, "use a whole number, 1 or more")
         for name in (

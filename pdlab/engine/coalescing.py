@@ -1,8 +1,8 @@
 """The engine on a virtual clock, with runs of identical decode steps taken at once.
 
-When nothing waits, no prompt is in progress and nothing arrives before a known time, the next steps differ only in that
-every context grows by a token. Such a run is one plan with `repeat` = k: planned, priced and committed once, with the same
-tokens, times, memory and trace rows as k plans would have given.
+When nothing that waits can join, no prompt is in progress and nothing arrives before a known time, the next steps differ
+only in that every context grows by a token. Such a run is one plan with `repeat` = k: planned, priced and committed once,
+with the tokens, times, memory and trace rows that k plans would have given.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from pdlab.core.plan import PlanShape
+from pdlab.core.plan import Plan
 from pdlab.core.request import Request, TokenEvent
 from pdlab.core.trace import TraceRow
 from pdlab.engine.engine import Engine, Flight
@@ -38,15 +38,36 @@ class CoalescingEngine(Engine):
     quiet_until: float = 0.0
 
     def step(self) -> list[TokenEvent]:
-        now = self.clock.now()
-        if self.quiet_until <= now or self.in_flight or self.scheduler.waiting or self.scheduler.prefilling or not self.live:
+        if not self._quiet():
             return super().step()
-        running = list(self.scheduler.running.values())
-        k = self._run_length(running, now)
-        return self._run(running, k) if k > 1 else super().step()
+        if self.in_flight:
+            return self.commit_oldest()  # with nothing in flight the next call can begin a run
+        started = time.perf_counter()
+        now = self.clock.now()
+        events = self.expire(now)
+        plan = self.scheduler.plan(now)
+        self.stuck = plan is None and bool(self.live)
+        if plan is None:
+            return events
+        k = self._run_length(plan)
+        flight = self.submit(replace(plan, repeat=k), started)
+        if k > 1:
+            return events + self._commit_run(flight, k)
+        self.in_flight.append(flight)
+        return events + (self.commit_oldest() if self.config.steps_in_flight == 1 else [])
 
-    def _run_length(self, running: list[Request], now: float) -> int:
-        """Steps until the first of these ends, memory is short, or the quiet time is over; 1 where none may be skipped."""
+    def _quiet(self) -> bool:
+        """Whether, until `quiet_until` or until one of them ends, the same requests go on decoding."""
+        s = self.scheduler
+        if self.quiet_until <= self.clock.now() or s.prefilling or not s.running:
+            return False
+        return not s.waiting or getattr(s.batching, "holds_batch", False) or not (s.rows or s.policy_preempts)
+
+    def _run_length(self, plan: Plan) -> int:
+        """Steps until the first of these requests ends, memory is short, or the quiet time is over."""
+        running = list(self.scheduler.running.values())
+        if plan.shape.decode_count != len(running):
+            return 1
         k = LONGEST_RUN
         for r in running:
             live = self.live[r.request_id]
@@ -54,26 +75,19 @@ class CoalescingEngine(Engine):
                 return 1
             k = min(k, live.limit - len(r.output_token_ids))
         until = min(self.quiet_until, self.next_timeout or math.inf)
-        kv = sum(r.num_tokens for r in running)
-        k = min(k, self.executor.steps_until(PlanShape((), len(running), kv, 0, len(running)), until, k))
+        # whoever arrives while a step runs joins after those already submitted
+        k = min(k, self.executor.steps_until(plan.shape, until, k) + self.config.steps_in_flight - 1)
         while k > 1 and not all(self.allocator.reserve(r.request_id, r.num_tokens + k - 1) for r in running):
-            k //= 2  # what was reserved is used later; a run that memory cuts short stays a run of fewer steps
+            k //= 2  # what was reserved is used later
         return k
 
-    def _run(self, running: list[Request], k: int) -> list[TokenEvent]:
-        started = time.perf_counter()
-        plan = self.scheduler.plan(self.clock.now())
-        assert plan is not None
-        if plan.shape.decode_count != len(running):  # a decode waits for memory: an ordinary step after all
-            k = 1
-        flight = self.submit(replace(plan, repeat=k), started)
+    def _commit_run(self, flight: Flight, k: int) -> list[TokenEvent]:
         result = flight.handle.result()
         started = time.perf_counter()
-        requests = self.scheduler.commit(plan)
-        tokens = result.tokens.reshape(k, -1)
+        requests = self.scheduler.commit(flight.plan)
         times = np.linspace(result.t_start, result.t_end, k + 1)[1:].tolist()
         events: list[TokenEvent] = []
-        for request, column in zip(requests, tokens.T.tolist(), strict=True):
+        for request, column in zip(requests, result.tokens.T.tolist(), strict=True):
             self._grow(request, column[:-1], times[:-1])
             event = self.accept(self.live[request.request_id], column[-1], times[-1])
             if event is not None:
@@ -83,10 +97,7 @@ class CoalescingEngine(Engine):
 
     def _grow(self, request: Request, tokens: list[int], times: list[float]) -> None:
         """What committing all but the last step of a run changes."""
-        n = len(tokens)
-        if not n:
-            return
-        end = request.num_computed
+        n, end = len(tokens), request.num_computed
         request.output_token_ids += tokens
         request.token_times += times
         request.num_computed += n
