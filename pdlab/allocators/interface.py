@@ -24,6 +24,9 @@ import numpy as np
 
 from pdlab.core.plan import KVCopy, KVOp
 
+# owners in layout() that are not requests
+FREE, RETIRED, CACHED, SHARED = -1, -2, -3, -4
+
 
 @dataclass(frozen=True)
 class AllocatorStats:
@@ -54,13 +57,14 @@ class Allocator(ABC):
     kind: str  # "paged": attention follows a page table; "extent": base + position
     page_size: int  # tokens a page; 1 for extents
     capacity: int  # slots
+    refusals: int = 0  # reserve() calls that were refused so far
 
     @abstractmethod
     def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:
         """Makes sure request `rid` (new or known) owns room for its first `n_tokens` positions.
 
-        `longest`, read only when `rid` is new: the most tokens it could ever hold (prompt + max_tokens), 0 for unknown.
-        Schemes that reserve ahead, or treat long requests differently, go by it.
+        `longest`, read at the request's first reserve(): the most tokens it could ever hold (prompt + max_tokens), 0 for
+        unknown. Schemes that reserve ahead, or treat long requests differently, go by it.
         False, with nothing changed, when there is no room. Never shrinks. Room shared with another request that this one
         is about to write (positions from its current `held` up to n_tokens) is copied first: see `take_ops`.
         """
@@ -121,6 +125,11 @@ class Allocator(ABC):
     @abstractmethod
     def live(self) -> set[int]:
         """Request ids that own something."""
+
+    @abstractmethod
+    def layout(self) -> list[tuple[int, int, int, int]]:
+        """(first slot, slots, owner, held) of every piece, in order of address, the whole capacity covered. `owner` is a
+        request, or FREE, RETIRED, CACHED, SHARED (by several requests). For pictures and checks; O(pieces)."""
 
     def page_table(self, rid: int) -> np.ndarray:
         """i32[pages]: page numbers in order of position (paged schemes). A view that grows in place: copy what you keep."""

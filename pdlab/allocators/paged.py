@@ -13,22 +13,31 @@ Writing. An owner may write positions below its `room`. A forked child starts wi
 reserve() beyond that copies the shared last page, unless everybody else has given it up. The parent goes on writing in
 place: its new rows lie beyond what the child can see. So a page has at most one writer.
 
-Prefixes. The key of a full page is a 128-bit digest chained over all tokens up to its end, so equal keys mean equal
-prefixes. Pages are cached last page first: the head of a chain, which more prompts share, is evicted after its tail.
+Prefixes. A full page of known tokens has a key (see prefix.py). Pages are cached last page first: the head of a chain,
+which more prompts share, is evicted after its tail.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from pdlab.allocators.interface import Allocator, AllocatorStats
+from pdlab.allocators.interface import CACHED, FREE, RETIRED, SHARED, Allocator, AllocatorStats
+from pdlab.allocators.prefix import PrefixIndex, chain_key
 from pdlab.core.errors import AllocatorError, CapacityError
 from pdlab.core.plan import KVCopy, KVOp
+
+
+class FreePages(Protocol):
+    """Free pages as this scheme uses them; a list will do."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def append(self, page: int, /) -> None: ...
+    def pop(self) -> int: ...
 
 
 class _Owner:
@@ -70,10 +79,9 @@ class Paged(Allocator):
         self._owners: dict[int, _Owner] = {}
         self._refs = [0] * self.num_pages
         self._fill = [0] * self.num_pages  # leading rows of a page that hold a token
-        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack: low pages are handed out first
+        self._free = self._free_list(range(self.num_pages))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
+        self._prefixes = PrefixIndex(page_size)
         self._limbo: deque[tuple[int, int]] = deque()  # (newest step submitted before the free, page), in order of step
         self._tag: dict[int, int] = {}  # retired page -> the step that must end; an entry of _limbo that differs is stale
         self._submitted = self._retired = -1
@@ -82,6 +90,10 @@ class Paged(Allocator):
         self._ops: list[KVOp] = []
         self._tables = np.zeros((16, 16), np.int32)  # one row a request; unused entries 0
         self._rows = list(range(15, -1, -1))  # unused rows of _tables
+
+    def _free_list(self, pages: Iterable[int]) -> FreePages:
+        """What holds the free pages: a stack, low pages on top."""
+        return sorted(pages, reverse=True)
 
     # --- room
 
@@ -105,8 +117,9 @@ class Paged(Allocator):
         need = -(-n_tokens // self.page_size) - have
         # a child that has not written yet stands in the middle of its last page: that one is copied or taken over
         behind = owner is not None and owner.room < have * self.page_size
-        copy = behind and owner is not None and self._refs[owner.pages[-1]] > 1
+        copy = behind and owner is not None and not self._may_take_over(owner)
         if max(need, 0) + copy > len(self._free) + len(self._cached):
+            self.refusals += 1
             return False
         if owner is None:
             owner = self._add_owner(rid)
@@ -117,17 +130,22 @@ class Paged(Allocator):
         owner.room = len(owner.pages) * self.page_size
         return True
 
+    def _may_take_over(self, owner: _Owner) -> bool:
+        """Whether the last page can be written in place: nobody else owns it, and no step in flight reads rows beyond ours."""
+        page, rows = owner.pages[-1], owner.held - (len(owner.pages) - 1) * self.page_size
+        return self._refs[page] == 1 and (self._fill[page] == rows or self._submitted <= self._retired)
+
     def _make_last_page_writable(self, owner: _Owner, copy: bool) -> None:
         old, index = owner.pages[-1], len(owner.pages) - 1
-        if not copy:  # the only owner left; what others wrote beyond our tokens is overwritten, so it loses its name
-            self._forget(old)
+        if not copy:  # what others wrote beyond our tokens will be overwritten, so the page loses its name
+            self._prefixes.forget(old)
             return
         new, rows = self._take(), owner.held - index * self.page_size
         self._ops.append(KVCopy(old * self.page_size, new * self.page_size, rows))
-        self._refs[old] -= 1
         owner.pages[index] = self._tables[owner.row, index] = new
         self._fill[new] = rows
         self._held += rows
+        self._drop(old)
 
     def _take(self) -> int:
         """A page for a new owner: a free one, else the least recently used cached one."""
@@ -135,7 +153,7 @@ class Paged(Allocator):
             page = self._free.pop()
         else:
             page, _ = self._cached.popitem(last=False)
-            self._forget(page)
+            self._prefixes.forget(page)
         self._refs[page] = 1
         self._fill[page] = 0
         self._owned += 1
@@ -164,13 +182,15 @@ class Paged(Allocator):
         del self._owners[rid]
         self._tables[owner.row, : len(owner.pages)] = 0
         self._rows.append(owner.row)
-        refs = self._refs
         for page in reversed(owner.pages):
-            refs[page] -= 1
-            if not refs[page]:
-                self._owned -= 1
-                self._held -= self._fill[page]
-                self._release(page)
+            self._drop(page)
+
+    def _drop(self, page: int) -> None:
+        self._refs[page] -= 1
+        if not self._refs[page]:
+            self._owned -= 1
+            self._held -= self._fill[page]
+            self._release(page)
 
     def _release(self, page: int) -> None:
         """A page without owner: free at once if no step is in flight, else when the newest of them has ended."""
@@ -181,7 +201,7 @@ class Paged(Allocator):
             self._limbo.append((self._submitted, page))
 
     def _reuse(self, page: int) -> None:
-        if page in self._key_of:
+        if page in self._prefixes:
             self._cached[page] = None
         else:
             self._free.append(page)
@@ -286,33 +306,18 @@ class Paged(Allocator):
                 return
             tail.append(int(token))
             if len(tail) == size:
-                page, owner.digest = owner.pages[owner.named], _key(owner.digest, tail)
-                if owner.digest not in self._page_of and page not in self._key_of:
-                    self._page_of[owner.digest] = page
-                    self._key_of[page] = owner.digest
+                owner.digest = chain_key(owner.digest, tail)
+                self._prefixes.add(owner.digest, owner.pages[owner.named])
                 tail.clear()
                 owner.named += 1
 
-    def _forget(self, page: int) -> None:
-        if (key := self._key_of.pop(page, None)) is not None:
-            del self._page_of[key]
-
-    def _matching(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """(page, key) of each leading full page that memory holds, the last token always left to compute."""
-        key, size = b"", self.page_size
-        for lo in range(0, len(tokens) - size, size) if self._page_of else ():
-            key = _key(key, tokens[lo : lo + size])
-            if (page := self._page_of.get(key)) is None:
-                return
-            yield page, key
-
     def match_prefix(self, tokens: Sequence[int]) -> int:
-        return self.page_size * sum(1 for _ in self._matching(tokens))
+        return self.page_size * sum(1 for _ in self._prefixes.match(tokens))
 
     def adopt_prefix(self, rid: int, tokens: Sequence[int]) -> int:
         if rid in self._owners:
             raise AllocatorError(f"request {rid} already owns pages", "adopt a prefix before the first reserve()")
-        found = list(self._matching(tokens))
+        found = list(self._prefixes.match(tokens))
         if not found:
             return 0
         owner = self._add_owner(rid)
@@ -330,10 +335,10 @@ class Paged(Allocator):
         return owner.held
 
     def drop_prefixes(self) -> None:
-        self._free += self._cached
+        for page in self._cached:
+            self._free.append(page)
         self._cached.clear()
-        self._page_of.clear()
-        self._key_of.clear()
+        self._prefixes.clear()
         for owner in self._owners.values():
             owner.named = -1
 
@@ -359,26 +364,27 @@ class Paged(Allocator):
         ops, self._ops = tuple(self._ops), []
         return ops
 
-    def compact(self, budget: int) -> list[KVCopy]:
-        """Moves the highest pages in use to the lowest free ones. Any free page serves any request, so this never makes
-        room; it lets the memory's end be given back, and puts pages side by side."""
-        size = self.page_size
-        free = sorted(self._free)
+    def _moves(self, most: int) -> dict[int, int]:
+        """The highest pages in use, each to the lowest free one left, as long as that is lower; at most `most` of them."""
         used = sorted((p for p in range(self.num_pages) if self._refs[p] or p in self._cached), reverse=True)
-        moves = {old: new for old, new in zip(used, free) if new < old}
-        moves = dict(list(moves.items())[: budget // size])
+        pairs = zip(used[:most], sorted(self._free), strict=False)
+        return {old: new for old, new in pairs if new < old}
+
+    def compact(self, budget: int) -> list[KVCopy]:
+        """Any free page serves any request, so this never makes room; it lets the memory's end be given back."""
+        size = self.page_size
         copies = [op for op in self._ops if isinstance(op, KVCopy)]
         self._ops = []
+        moves = self._moves(budget // size)
         if not moves:
             return copies
-        self._free = [p for p in reversed(free) if p not in set(moves.values())]
+        taken = set(moves.values())
+        self._free = self._free_list(p for p in self._free if p not in taken)
         for old, new in moves.items():
             copies.append(KVCopy(old * size, new * size, size))
             self._refs[new], self._refs[old] = self._refs[old], 0
             self._fill[new] = self._fill[old]
-            if (key := self._key_of.pop(old, None)) is not None:
-                self._key_of[new] = key
-                self._page_of[key] = new
+            self._prefixes.move(old, new)
             self._release(old)
         self._cached = OrderedDict((moves.get(p, p), None) for p in self._cached)
         for owner in self._owners.values():
@@ -406,6 +412,19 @@ class Paged(Allocator):
             live=len(self._owners),
         )
 
+    def layout(self) -> list[tuple[int, int, int, int]]:
+        owner_of = [FREE] * self.num_pages
+        for page in self._cached:
+            owner_of[page] = CACHED
+        for page in self._tag:
+            owner_of[page] = RETIRED
+        for rid, owner in self._owners.items():
+            for page in owner.pages:
+                owner_of[page] = rid if self._refs[page] == 1 else SHARED
+        size = self.page_size
+        held = [0 if who in (FREE, RETIRED) else self._fill[p] for p, who in enumerate(owner_of)]
+        return [(p * size, size, who, held[p]) for p, who in enumerate(owner_of)]
+
     def check(self) -> None:
         refs = [0] * self.num_pages
         for rid, owner in self._owners.items():
@@ -424,16 +443,12 @@ class Paged(Allocator):
         _require(sorted(states) == list(range(self.num_pages)), "a page is leaked, or in two states")
         owned = [p for p, n in enumerate(refs) if n]
         _require(len(owned) == self._owned and sum(self._fill[p] for p in owned) == self._held, "owned or held is miscounted")
-        _require({k: p for p, k in self._key_of.items()} == self._page_of, "prefix index and page keys differ")
-        _require(all(self._fill[p] == self.page_size for p in self._key_of), "a named page is not full")
-        _require(all(p in self._key_of for p in self._cached), "a cached page has no key")
+        _require(self._prefixes.consistent(), "prefix index and page keys differ")
+        _require(all(self._fill[p] == self.page_size for p in self._prefixes.pages()), "a named page is not full")
+        _require(all(p in self._prefixes for p in self._cached), "a cached page has no key")
         _require(len({o.row for o in self._owners.values()} | set(self._rows)) == len(self._tables), "table rows are leaked")
 
 
 def _require(ok: bool, what: str) -> None:
     if not ok:
         raise AllocatorError(f"broken invariant: {what}", "this is a bug in the allocator, not in its use")
-
-
-def _key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()

@@ -1,0 +1,101 @@
+"""One allocation made at start, from which each request gets one extent that grows with it.
+
+Room comes in whole quanta of `page_size` tokens. A request that outgrows its extent takes the free slots behind it where
+there are enough; otherwise it moves to a larger extent, with `headroom` (a share of its length) to grow into, and its rows
+are copied. A move needs room for the old and the new extent at once.
+"""
+
+from __future__ import annotations
+
+from pdlab.allocators.extents import ExtentAllocator, Piece
+from pdlab.core.errors import AllocatorError
+from pdlab.core.plan import KVCopy
+
+
+class ContiguousPool(ExtentAllocator):
+    """Extents of one pool, by first or best fit.
+
+    Promise: internal waste is at most headroom + (quantum - 1) / n of a request of n tokens; reserve() fails when no single
+    free extent is large enough, so external waste is what compact() is for. Costs O(free extents) per extent made or
+    moved, nothing per token between.
+    """
+
+    def __init__(self, capacity: int, *, quantum: int = 16, fit: str = "first", headroom: float = 0.0) -> None:
+        super().__init__(capacity, quantum, fit)
+        self.headroom = headroom
+        self.moves = 0  # growths that had to copy
+
+    def first_size(self, n_tokens: int, longest: int) -> int:
+        size = n_tokens + int(n_tokens * self.headroom)
+        return max(n_tokens, min(size, longest)) if longest else size
+
+    def enlarge(self, rid: int, piece: Piece, n_tokens: int) -> bool:
+        more = self.rounded(n_tokens) - piece.size
+        if self._free.take_at(piece.start + piece.size, more):
+            piece.size += more
+            self._reserved += more
+            return True
+        size = self.rounded(n_tokens + int(n_tokens * self.headroom))
+        start = self._free.take(size)
+        if start is None and size > (size := self.rounded(n_tokens)):
+            start = self._free.take(size)
+        if start is None:
+            return False
+        self._move(piece, start, size)
+        self.moves += 1
+        return True
+
+    def _move(self, piece: Piece, start: int, size: int) -> None:
+        if piece.asked:
+            self._ops.append(KVCopy(piece.start, start, piece.asked))
+        self._reserved += size - piece.size
+        self.release(piece.start, piece.size)
+        piece.start, piece.size = start, size
+
+    def fork(self, rid: int, new: int) -> bool:
+        """An extent cannot be shared: the child gets a copy at once."""
+        parent = self._piece(rid)
+        if new in self._pieces:
+            raise AllocatorError(f"request {new} already owns an extent", "fork into a request that is new")
+        child = self._add(new, parent.held, parent.held)
+        if child is None:
+            return False
+        if parent.held:
+            self._ops.append(KVCopy(parent.start, child.start, parent.held))
+        child.held = parent.held
+        self._held += parent.held
+        return True
+
+    def compact(self, budget: int) -> list[KVCopy]:
+        """First the highest extents into the lowest holes that take them; then, when no step is in flight, everything
+        left slides down over the gaps, in copies that never overlap their source."""
+        copies = [op for op in self._ops if isinstance(op, KVCopy)]
+        self._ops = []
+        for piece in sorted(self._pieces.values(), key=lambda p: -p.start):
+            if piece.size > budget:
+                continue
+            hole = next((start for start, size in self._free.extents() if size >= piece.size), None)
+            if hole is None or hole >= piece.start:
+                continue
+            self._free.take_at(hole, piece.size)
+            self._move(piece, hole, piece.size)
+            budget -= piece.size
+        copies += [op for op in self._ops if isinstance(op, KVCopy)]
+        self._ops = []
+        if self._submitted <= self._retired:
+            copies += self._slide(budget)
+        return copies
+
+    def _slide(self, budget: int) -> list[KVCopy]:
+        copies: list[KVCopy] = []
+        edge = 0
+        for piece in sorted(self._pieces.values(), key=lambda p: p.start):
+            gap = piece.start - edge
+            if gap and piece.size <= budget:
+                budget -= piece.size
+                copies += (KVCopy(piece.start + at, edge + at, min(gap, piece.asked - at)) for at in range(0, piece.asked, gap))
+                self._free.take_at(edge, gap)
+                self._free.give(edge + piece.size, gap)
+                piece.start = edge
+            edge = piece.start + piece.size
+        return copies

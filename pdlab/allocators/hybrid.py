@@ -1,0 +1,131 @@
+"""Small requests in a pool, large ones in pages, over one memory and one page table.
+
+The pool grows from the low end: a small request is given, at its first reserve(), one run of neighbouring pages for the
+longest it could become, and never asks again. Pages grow from the high end, one at a time. The split between the two is
+where they meet, so it moves with the load and moves no token. A run that cannot be found, or is outgrown, goes on in
+single pages: both are rows of the same page table, so a request passes from the pool to pages without a copy.
+
+The threshold. A pooled request that reserves M tokens, starts with p and ends with n wastes, over the n - p steps of its
+life, about M - (p + n) / 2 a step. From the requests that ended last, the rule takes the largest threshold for which the pool
+would have wasted at most `waste` of all the memory that was reserved. Until enough have ended, everything is paged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from pdlab.allocators.extents import FreeExtents
+from pdlab.allocators.paged import FreePages, Paged
+
+
+class ThresholdRule:
+    """Learns, from the last `window` requests that ended, which requests the pool may take. See the module's docstring."""
+
+    def __init__(self, waste: float, *, window: int = 256, every: int = 32) -> None:
+        self.waste = waste
+        self.every = every
+        self.threshold = 0
+        self._ended: deque[tuple[int, int, int]] = deque(maxlen=window)  # (longest, first, last) in tokens
+        self._new = 0
+
+    def ended(self, longest: int, first: int, last: int) -> None:
+        self._ended.append((longest, first, last))
+        self._new += 1
+        if self._new >= self.every:
+            self._new = 0
+            self.threshold = self.choose()
+
+    def choose(self) -> int:
+        longest, first, last = np.array(sorted(self._ended), float).reshape(-1, 3).T
+        steps = last - first + 1
+        mean_held = (first + last) / 2
+        wasted = np.cumsum(steps * (longest - mean_held))  # with every request up to this one pooled
+        reserved = wasted + (steps * mean_held).sum()
+        last_of_its_length = np.append(longest[1:] != longest[:-1], True)
+        fits = np.flatnonzero((wasted <= self.waste * reserved) & last_of_its_length)
+        return int(longest[fits[-1]]) if len(fits) else 0
+
+
+class Hybrid(Paged):
+    """Runs of pages for small requests, single pages for the rest.
+
+    Promise: like Paged, reserve() fails only when no page is free or evictable; a pooled request never fails again. The
+    pool's internal waste is kept by the learned threshold to a share of the memory in use; with a fixed threshold it is what
+    requests up to that length leave unwritten. Costs O(free runs) per pooled request, O(pages touched) otherwise.
+    """
+
+    _free: FreeExtents
+
+    def __init__(
+        self,
+        capacity: int,
+        page_size: int,
+        *,
+        threshold: int | None = None,
+        waste: float = 0.02,
+        fit: str = "first",
+        prefix_reuse: bool = False,
+    ) -> None:
+        self.fit = fit
+        self.fixed_threshold = threshold
+        self.rule = ThresholdRule(waste)
+        self._promised: dict[int, tuple[int, int]] = {}  # request -> (longest, tokens at its first reserve)
+        self._runs: dict[int, range] = {}  # request -> its run of pages
+        super().__init__(capacity, page_size, prefix_reuse=prefix_reuse)
+
+    @property
+    def threshold(self) -> int:
+        """Requests that cannot exceed so many tokens go to the pool."""
+        return self.rule.threshold if self.fixed_threshold is None else self.fixed_threshold
+
+    def _free_list(self, pages: Iterable[int]) -> FreePages:
+        return FreeExtents.of(pages, self.fit)
+
+    def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:
+        if longest and rid not in self._promised:
+            if max(longest, n_tokens) <= self.threshold:
+                self._take_run(rid, max(longest, n_tokens))
+            if super().reserve(rid, n_tokens):
+                self._promised[rid] = (max(longest, n_tokens), n_tokens)
+                return True
+            return False
+        return super().reserve(rid, n_tokens)
+
+    def _take_run(self, rid: int, n_tokens: int) -> None:
+        owner = self._owners.get(rid)
+        have = 0 if owner is None else len(owner.pages)
+        if owner is not None and owner.room < have * self.page_size:  # a forked child copies its last page first
+            return
+        need = -(-n_tokens // self.page_size) - have
+        if need < 1 or (start := self._free.take(need)) is None:
+            return
+        owner = owner or self._add_owner(rid)
+        run = self._runs[rid] = range(start, start + need)
+        for page in run:
+            self._refs[page], self._fill[page] = 1, 0
+        self._owned += need
+        self._append_pages(owner, list(run))
+        owner.room = len(owner.pages) * self.page_size
+
+    def free(self, rid: int) -> None:
+        held = self._owner(rid).held
+        super().free(rid)
+        self._runs.pop(rid, None)
+        if (promise := self._promised.pop(rid, None)) is not None:
+            longest, first = promise
+            self.rule.ended(longest, min(first, held), held)
+
+    def _moves(self, most: int) -> dict[int, int]:
+        """The lowest single pages, each to the highest free one, so that the pool's runs find room again."""
+        pooled = {page for run in self._runs.values() for page in run}
+        used = (p for p in range(self.num_pages) if (self._refs[p] or p in self._cached) and p not in pooled)
+        pairs = zip(list(used)[:most], sorted(self._free, reverse=True), strict=False)
+        return {old: new for old, new in pairs if new > old}
+
+    def split(self) -> tuple[int, int]:
+        """(pages that runs own, pages that are owned singly): where the split stands now."""
+        pooled = sum(len(run) for run in self._runs.values())
+        return pooled, self._owned - pooled
