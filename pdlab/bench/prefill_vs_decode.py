@@ -188,15 +188,20 @@ def _skip(ctx: Context, cfg: ModelConfig, steps: list[Step], why: str) -> None:
         ctx.record.skip("latency", "ms", why, model=cfg.name, phase=s.phase, batch=s.batch, tokens=s.tokens, dtype=ctx.dtype)
 
 
-def measure_model(ctx: Context, name: str, ceilings: Ceilings, deadline_left: float) -> None:
-    """Every step of one model, until ctx.left() falls to `deadline_left`; what is left out gets a row that says so."""
+def measure_model(
+    ctx: Context, name: str, ceilings: Ceilings, deadline_left: float, steps: list[Step] | None = None, loaded: Any = None
+) -> None:
+    """Every step of one model, until ctx.left() falls to `deadline_left`; what is left out gets a row that says so.
+
+    `steps` other than the profile's, and a model that is `loaded` already, are for notebooks.
+    """
     cfg = config_of(name)
-    steps = steps_of(ctx.profile, cfg)
+    steps = steps_of(ctx.profile, cfg) if steps is None else [s for s in steps if s.tokens <= cfg.max_context]
     if why := _why_not(ctx, cfg, steps):
         return _skip(ctx, cfg, steps, why)
     if ctx.left() <= deadline_left:
         return _skip(ctx, cfg, steps, "the time budget ran out")
-    loaded = _load(name, ctx)
+    loaded = _load(name, ctx) if loaded is None else loaded
     executor = _executor(ctx, loaded, steps)
     rng = np.random.default_rng(ctx.seed)
     try:
