@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("a", metavar="DEVICE_A")
     compare.add_argument("b", metavar="DEVICE_B")
     compare.add_argument("--experiment", metavar="E", default=None)
+    compare.add_argument("--runs", action="store_true", help="read runs/measurements too, where `bench` writes by default")
     json_flag(compare)
 
     _add_runner(commands)
@@ -108,7 +109,7 @@ def _add_runner(commands: Any) -> None:
         from pdlab.runner import cli as runner
 
         runner.add_parser(commands)
-    except ImportError as error:
+    except Exception as error:  # a missing package, or one whose native library does not load
         broken = commands.add_parser("run", help="run notebooks in batches (not available here)")
         broken.set_defaults(broken=str(error))
 
@@ -145,8 +146,11 @@ def _model(args: argparse.Namespace) -> Answer:
 
 
 def _generate(args: argparse.Namespace) -> Answer:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
     from pdlab import LLM, EngineConfig, SamplingParams
+    from pdlab.hardware.probe import resolve_device
 
+    resolve_device(args.device)  # says what is wrong with torch before anything imports it
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -155,7 +159,6 @@ def _generate(args: argparse.Namespace) -> Answer:
         seed=args.seed,
         logprobs=args.logprobs,
     )
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
     with LLM(args.model, config=EngineConfig(device=args.device, dtype=args.dtype)) as llm:
         prompt: str | list[int] = text
         if args.chat:
@@ -234,9 +237,10 @@ def _claims(args: argparse.Namespace) -> Answer:
 
 
 def _compare(args: argparse.Namespace) -> Answer:
-    from pdlab.bench import compare
+    from pdlab.bench import compare, records
 
-    rows = compare.compare_rows(args.a, args.b, args.experiment)
+    extra = records.target_root() if args.runs else None
+    rows = compare.compare_rows(args.a, args.b, args.experiment, extra)
     return OK, rows, compare.render(rows, args.a, args.b)
 
 
@@ -276,7 +280,13 @@ def _code_of(error: BaseException) -> int:
         return INTERRUPTED
     if _is_out_of_memory(error):
         return OUT_OF_MEMORY
-    return USAGE if isinstance(error, PdlabError) else FAILED
+    return USAGE if isinstance(error, PdlabError) or _missing_package(error) else FAILED
+
+
+def _missing_package(error: BaseException) -> str:
+    """The package of somebody else that an import did not find, or an empty string."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return "" if name == "pdlab" else name
 
 
 def _error(error: BaseException) -> dict[str, str]:
@@ -284,6 +294,8 @@ def _error(error: BaseException) -> dict[str, str]:
     if isinstance(error, PdlabError):
         return {"type": kind, "message": error.message, "hint": error.hint}
     hint = "use a smaller model, batch or dtype" if _is_out_of_memory(error) else ""
+    if package := _missing_package(error):
+        hint = f"pdlab doctor says what {package} is for and how to get it"
     return {"type": kind, "message": str(error) or type(error).__name__, "hint": hint}
 
 

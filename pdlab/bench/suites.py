@@ -20,7 +20,7 @@ from pdlab.bench.records import Recorder
 from pdlab.core.errors import ConfigError
 from pdlab.hardware.probe import Machine, resolve_device
 
-_NOT_SUITES = {"compare", "records", "suites"}
+_NOT_SUITES = {"compare", "read_kernel", "records", "suites"}
 DEFAULT_BUDGET_S = {"smoke": 20.0, "full": 60.0}
 
 

@@ -1,0 +1,382 @@
+"""The ledger: every claim is there, every verdict is drawn from rows or formulas, and other rows give another verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdlab import claims
+from pdlab.bench.records import Recorder
+from pdlab.claims.evidence import Evidence, Pair
+from pdlab.core.errors import MeasurementError
+from pdlab.costs import tables
+from pdlab.costs.tables import Row
+
+IDS = [
+    "A1",
+    "A2",
+    "A3",
+    "B1",
+    "B2",
+    "B3",
+    "B4",
+    "B5",
+    "C1",
+    "C2",
+    "C3",
+    "C4",
+    "C5",
+    "D1",
+    "D2",
+    "E1",
+    "E2",
+    "E3",
+    "F1",
+    "G1",
+    "G2",
+    "G3",
+    "H1",
+    "H2",
+]
+GPU = "nvidia-h200"
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No recorded rows but those a test makes; the ledger itself is the shipped one."""
+    monkeypatch.setattr(tables, "data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr(tables, "home_dir", lambda: tmp_path / "home")
+    return tmp_path
+
+
+def _recorder(places: Path, experiment: str, device: str = GPU) -> Recorder:
+    return Recorder(experiment, device, out=places / "data" / "measurements", command="test")
+
+
+def _of(id: str, device: str = GPU) -> claims.Verdict:
+    return next(v for v in claims.judge(device) if v.id == id)
+
+
+def test_every_claim_of_the_article_has_a_line_and_a_rule() -> None:
+    found = claims.read_claims()
+    assert [c.id for c in found] == IDS
+    for claim in found:
+        assert claim.rule in claims.RULES
+        assert claim.claim
+        assert claim.article
+        assert (claims.RULES[claim.rule].__doc__ or "").strip()
+
+
+def test_with_nothing_measured_only_arithmetic_decides() -> None:
+    verdicts = claims.judge()
+    assert [v.id for v in verdicts] == IDS
+    impossible = {v.id for v in verdicts if v.verdict == "impossible"}
+    assert impossible == {"A2", "C1", "C2", "C3", "E3"}
+    assert {v.verdict for v in verdicts if v.id not in impossible} == {"not_measured"}
+    for v in verdicts:
+        doc = json.loads(json.dumps(v.to_dict(), allow_nan=False))
+        assert set(doc) == {"id", "section", "claim", "article", "ours", "verdict", "rule", "reason"}
+        if doc["ours"] is not None:
+            assert set(doc["ours"]) == {"value", "unit", "kind", "device", "provenance_id"}
+            assert doc["ours"]["kind"] == "predicted"
+
+
+def _ledger(places: Path, id: str, **changes: Any) -> Path:
+    """The shipped line of one claim with some of its figures changed."""
+    import csv
+    from dataclasses import asdict
+
+    claim = asdict(next(c for c in claims.read_claims() if c.id == id))
+    claim["figures"] = json.dumps(claim["figures"] | changes)
+    path = places / "claims.csv"
+    with path.open("w", newline="") as f:
+        writer = csv.DictWriter(f, list(claim))
+        writer.writeheader()
+        writer.writerow(claim)
+    return path
+
+
+def test_littles_law_forbids_only_a_mean_above_the_p99(places: Path) -> None:
+    assert "192 ms" in _of("C1").reason
+    (lenient,) = claims.judge(path=_ledger(places, "C1", p99_ms=400))
+    assert lenient.verdict == "not_measured"
+
+
+def test_the_contradiction_of_e2_and_e3_goes_when_the_figures_agree(places: Path) -> None:
+    assert "3.44 ms" in _of("E3").reason
+    (agreeing,) = claims.judge(path=_ledger(places, "E3", after_ms=3.45))
+    assert agreeing.verdict == "not_measured"
+
+
+def test_eight_gigabytes_is_possible_on_a_card_that_holds_such_a_model(places: Path) -> None:
+    assert "bloom-176b" in _of("A2").reason
+    (small,) = claims.judge(path=_ledger(places, "A2", bytes=1.07e9))  # llama-2-7b's own size at 2048 tokens
+    assert small.verdict == "reproduced"
+
+
+def _steps(places: Path, phase: str, compute: float, bandwidth: float, batch: int = 1, tokens: int = 2048) -> None:
+    with _recorder(places, "prefill_vs_decode") as record:
+        for metric, value in (("compute_utilization", compute), ("bandwidth_utilization", bandwidth)):
+            record.add(metric, value, "percent", model="llama-1b", phase=phase, batch=batch, tokens=tokens, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("compute", "bandwidth", "verdict"), [(80, 15, "reproduced"), (10, 30, "not_reproduced")])
+def test_a1_depends_on_which_ceiling_prefill_uses(places: Path, compute: float, bandwidth: float, verdict: str) -> None:
+    _steps(places, "prefill", compute, bandwidth)
+    assert _of("A1").verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("compute", "bandwidth", "verdict"),
+    [(1, 80, "reproduced"), (45, 70, "partly"), (20, 10, "partly"), (60, 30, "not_reproduced")],
+)
+def test_a3_wants_low_compute_and_high_bandwidth(places: Path, compute: float, bandwidth: float, verdict: str) -> None:
+    _steps(places, "decode", compute, bandwidth)
+    v = _of("A3")
+    assert v.verdict == verdict
+    assert v.ours is not None
+    assert (v.ours["value"], v.ours["kind"], v.ours["device"]) == (compute, "measured", GPU)
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(85, "reproduced"), (40, "partly"), (9, "not_reproduced")])
+def test_e1_is_the_share_of_time_in_which_the_memory_is_busy(places: Path, share: float, verdict: str) -> None:
+    _steps(places, "decode", 1, share)
+    assert _of("E1").verdict == verdict
+
+
+def _fused(places: Path, ours: float, unfused: float, **rest: Any) -> None:
+    with _recorder(places, "fused_norm_qkv_rope") as record:
+        for variant, value in (("ours", ours), ("unfused", unfused)):
+            record.add("latency", value, "us", variant=variant, params={"model": "m", "batch": 1, "graph": False} | rest)
+
+
+@pytest.mark.parametrize(
+    ("unfused", "verdict"), [(25, "reproduced"), (15, "partly"), (10.1, "not_reproduced"), (5, "not_reproduced")]
+)
+def test_a_gain_is_graded_against_the_claimed_ratio(places: Path, unfused: float, verdict: str) -> None:
+    _fused(places, 10, unfused)
+    v = _of("D1")
+    assert v.verdict == verdict
+    assert v.ours is not None
+    assert v.ours["value"] == pytest.approx(unfused / 10)
+
+
+def test_rows_of_different_runs_or_parameters_are_never_divided(places: Path) -> None:
+    for variant, params in (("ours", {"batch": 1}), ("unfused", {"batch": 1}), ("unfused", {"batch": 2})):
+        with _recorder(places, "fused_norm_qkv_rope") as record:  # a run of its own each
+            record.add("latency", 10.0, "us", variant=variant, params={"graph": False} | params)
+    assert _of("D1").verdict == "not_measured"
+
+
+def test_the_newest_run_that_holds_both_sides_counts(places: Path) -> None:
+    _fused(places, 10, 15)
+    _fused(places, 10, 30)
+    with _recorder(places, "fused_norm_qkv_rope") as record:  # newer, but without its rival
+        record.add("latency", 1.0, "us", params={"model": "m", "batch": 1, "graph": False})
+    v = _of("D1")
+    assert v.ours is not None
+    assert v.ours["value"] == pytest.approx(3)
+
+
+def test_throttled_and_predicted_rows_are_no_evidence(places: Path) -> None:
+    with _recorder(places, "fused_norm_qkv_rope") as record:
+        for variant, status, kind in (
+            ("ours", "throttled", "measured"),
+            ("unfused", "ok", "measured"),
+            ("ours", "ok", "predicted"),
+        ):
+            record.add("latency", 10.0, "us", variant=variant, status=status, kind=kind, graph=False)
+    assert _of("D1").verdict == "not_measured"
+
+
+def test_measured_rows_are_preferred_to_simulated_ones_and_these_are_marked(places: Path) -> None:
+    def run(kind: str, value: float) -> None:
+        with _recorder(places, "scheduling_mixed_load") as record:
+            for variant, ms in (("fcfs", 100.0), ("article", value)):
+                record.add("end_to_end", ms, "ms", variant=variant, kind=kind, quantile=99, load=0.9)
+
+    run("simulated", 50.0)
+    v = _of("F1")
+    assert v.ours is not None
+    assert (v.verdict, v.ours["kind"]) == ("reproduced", "simulated")
+    run("measured", 90.0)
+    v = _of("F1")
+    assert v.ours is not None
+    assert (v.verdict, v.ours["kind"], v.ours["value"]) == ("partly", "measured", 10)
+
+
+def _attention(places: Path, gains: dict[int, float]) -> None:
+    with _recorder(places, "attention_prefill") as record:
+        for n, gain in gains.items():
+            for variant, value in (("torch_math", 10.0), ("ours", 10.0 * gain), ("fa2", 5.0)):
+                record.add("throughput", value, "TFLOP/s", variant=variant, seq_len=n, heads=32, batch=1)
+
+
+def test_the_crossover_is_found_or_refuted(places: Path) -> None:
+    _attention(places, {128: 0.8, 256: 0.9, 512: 1.5})
+    assert _of("B2").verdict == "reproduced"
+    _attention(places, {128: 0.8, 256: 1.2, 512: 1.5})
+    assert _of("B2").verdict == "partly"
+    _attention(places, {128: 3.0, 256: 9.0, 512: 20.0})
+    v = _of("B2")
+    assert v.verdict == "not_reproduced"
+    assert "1.33x ahead at 256" in v.reason
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [((1.4, 3.0, 3.5), "reproduced"), ((1.4, 2.0, 2.0), "partly"), ((1.1, 1.1, 1.1), "not_reproduced")],
+)
+def test_flash_must_reach_the_claimed_ratio_at_every_length(places: Path, gains: tuple[float, ...], verdict: str) -> None:
+    _attention(places, dict(zip((256, 1024, 2048), gains)))
+    v = _of("B5")
+    assert v.verdict == verdict
+    assert "heads x batch x layers" in v.reason
+
+
+def _memory(places: Path, throughput: dict[str, dict[int, float]]) -> None:
+    with _recorder(places, "kv_allocators") as record:
+        for variant, by_load in throughput.items():
+            for concurrency, value in by_load.items():
+                record.add("throughput", value, "req/s", variant=variant, concurrency=concurrency, model="m")
+                record.add("waste_internal", 12.5, "percent", variant=variant, concurrency=concurrency, model="m")
+
+
+def test_the_crossover_in_concurrency_must_lie_near_the_claimed_one(places: Path) -> None:
+    pool = {10: 5.0, 50: 10.0, 100: 10.0, 400: 10.0}
+    _memory(places, {"contiguous_pool": pool, "paged": {10: 5.0, 50: 10.5, 100: 12.0, 400: 15.0}})
+    assert _of("C4").verdict == "reproduced"
+    _memory(places, {"contiguous_pool": pool, "paged": {10: 6.0, 50: 12.0, 100: 12.0, 400: 15.0}})
+    assert _of("C4").verdict == "partly"  # it wins everywhere: there is no crossover
+    _memory(places, {"contiguous_pool": pool, "paged": {10: 4.0, 50: 9.0, 100: 9.0, 400: 9.9}})
+    assert _of("C4").verdict == "not_reproduced"
+
+
+def test_what_is_impossible_stays_so_whatever_is_measured_but_shows_it(places: Path) -> None:
+    _memory(places, {"per_request": {100: 10.0}, "paged": {100: 16.0}})
+    v = _of("C3")
+    assert v.verdict == "impossible"
+    assert v.ours is not None
+    assert (v.ours["value"], v.ours["unit"]) == (12.5, "percent")
+    assert "1.60x of per_request" in v.reason
+
+
+@pytest.mark.parametrize(("hybrid", "verdict"), [(20.0, "reproduced"), (12.1, "partly"), (9.0, "not_reproduced")])
+def test_the_hybrid_is_held_against_the_better_of_both(places: Path, hybrid: float, verdict: str) -> None:
+    _memory(places, {"contiguous_pool": {100: 10.0}, "paged": {100: 12.0}, "hybrid": {100: hybrid}})
+    assert _of("C5").verdict == verdict
+
+
+def test_the_best_tile_needs_two_gpus(places: Path) -> None:
+    def sweep(device: str, best: int) -> None:
+        with _recorder(places, "attention_tiles", device) as record:
+            for tile in (64, 128):
+                record.add("throughput", 2.0 if tile == best else 1.0, "TFLOP/s", tile_m=tile, seq_len=1024)
+
+    sweep(GPU, 128)
+    assert _of("B3").verdict == "not_measured"
+    sweep("tesla-t4", 128)
+    assert _of("B3").verdict == "not_reproduced"
+    sweep("tesla-t4", 64)
+    sweep("nvidia-l4", 64)
+    assert _of("B3").verdict == "reproduced"
+
+
+def test_care_counts_when_carelessness_errs_ten_times_more(places: Path) -> None:
+    with _recorder(places, "attention_stability") as record:
+        record.add("error", 1e-3, "ratio", variant="ours", case="large logits")
+        record.add("error", 5e-3, "ratio", variant="no_rescaling", case="large logits")
+    assert _of("B4").verdict == "not_reproduced"
+    with _recorder(places, "attention_stability") as record:
+        record.add("error", 1e-3, "ratio", variant="ours", case="large logits")
+        record.add("error", 1.0, "ratio", variant="float16_scores", case="large logits")
+    assert _of("B4").verdict == "reproduced"
+
+
+def _ablation(places: Path, model: str, throughput: list[float], p99: list[float]) -> None:
+    with _recorder(places, "ablation") as record:
+        for stage, (t, ms) in enumerate(zip(throughput, p99)):
+            record.add("throughput", t, "req/s", model=model, stage=stage)
+            record.add("latency", ms, "ms", model=model, stage=stage, quantile=99)
+
+
+def test_the_whole_stack_is_last_over_first(places: Path) -> None:
+    _ablation(places, "llama-1b", [1, 2, 4], [230, 100, 80])
+    assert _of("H1").verdict == "reproduced"
+    _ablation(places, "llama-1b", [1, 2, 4], [230, 100, 200])
+    assert _of("H1").verdict == "partly"
+    _ablation(places, "llama-1b", [1, 1, 1.1], [230, 100, 200])
+    assert _of("H1").verdict == "not_reproduced"
+
+
+def test_families_differ_when_a_stage_helps_one_more(places: Path) -> None:
+    _ablation(places, "llama-1b", [1, 2, 4], [3, 2, 1])
+    assert _of("H2").verdict == "not_measured"
+    _ablation(places, "gpt2", [1, 2, 4.1], [3, 2, 1])
+    assert _of("H2").verdict == "not_reproduced"
+    _ablation(places, "gpt2", [1, 2, 8], [3, 2, 1])
+    assert _of("H2").verdict == "reproduced"
+
+
+def test_a_cure_must_halve_a_trouble_that_shows(places: Path) -> None:
+    def run(without: float, cured: float) -> None:
+        with _recorder(places, "kv_compaction") as record:
+            record.add("refused", without, "count", variant="none")
+            record.add("refused", cured, "count", variant="compaction")
+
+    for without, cured, verdict in ((0, 0, "not_reproduced"), (10, 9, "partly"), (10, 0, "reproduced")):
+        run(without, cured)
+        assert _of("G1").verdict == verdict
+
+
+def test_a_cpus_records_are_no_evidence_about_gpus(places: Path) -> None:
+    with _recorder(places, "prefill_vs_decode", "cpu-x86-64") as record:
+        for metric in ("compute_utilization", "bandwidth_utilization"):
+            record.add(metric, 50.0, "percent", model="m", phase="decode", batch=1, tokens=9, dtype="float32")
+    v = _of("A3", "cpu-x86-64")
+    assert v.verdict == "not_measured"
+    assert "CPU" in v.reason
+    assert _of("A2", "cpu-x86-64").verdict == "impossible"
+
+
+def test_a_device_without_records_is_an_error_that_lists_the_others(places: Path) -> None:
+    _steps(places, "decode", 1, 50)
+    with pytest.raises(MeasurementError, match=GPU):
+        claims.judge("nvidia-l4")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "a,b\n", "id,section,claim,article,rule,experiment,figures\nA1,1,c,a,speedup,e,{half\n", "id,section\nA1,1\n"],
+)
+def test_a_broken_ledger_is_named(places: Path, content: str) -> None:
+    path = places / "claims.csv"
+    path.write_text(content)
+    with pytest.raises(MeasurementError, match=r"claims\.csv"):
+        claims.judge(path=path)
+
+
+def test_an_unknown_rule_or_a_missing_figure_names_the_claim(places: Path) -> None:
+    header = "id,section,claim,article,rule,experiment,figures\n"
+    path = places / "claims.csv"
+    for line in ("Z9,1,c,a,no_such_rule,e,{}\n", "Z9,1,c,a,speedup,e,{}\n"):
+        path.write_text(header + line)
+        with pytest.raises(MeasurementError, match="Z9"):
+            claims.judge(path=path)
+
+
+def test_a_gain_is_above_one_when_ours_is_better_whatever_the_unit() -> None:
+    def row(value: float, unit: str) -> Row:
+        return Row("r", "t", "e", "v", "m", unit, value, value, value, 1)
+
+    assert Pair(row(1, "ms"), row(2, "ms")).gain == 2
+    assert Pair(row(2, "tok/s"), row(1, "tok/s")).gain == 2
+
+
+def test_the_ledger_for_people_names_every_claim() -> None:
+    text = claims.render(claims.judge())
+    assert all(f"{id:3} " in text for id in IDS)
+    assert Evidence(GPU).rows("nothing", "recorded") == []

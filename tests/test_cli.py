@@ -1,0 +1,389 @@
+"""The command line: exit codes, JSON alone on standard output, and a doctor that works where torch does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdlab import cli
+from pdlab.core.errors import ConfigError
+
+COMMANDS = ("doctor", "model", "model list", "model fetch", "generate", "bench", "claims", "compare", "run")
+
+
+def _python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=False)
+
+
+def _main(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(list(argv))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def _json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+    code, out, _ = _main(capsys, *argv, "--json")
+    return code, json.loads(out)
+
+
+# --- help and usage
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = _main(capsys, *command.split(), "--help")
+    assert code == 0
+    assert "example" in out.lower()
+    assert f"pdlab {command.split()[0]}" in out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["no_such_command"],
+        ["doctor", "--loud"],
+        ["generate", "--model", "random:llama-tiny"],
+        ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--max-tokens", "few"],
+        ["bench", "no_such_suite"],
+        ["bench", "ceilings", "--budget", "0"],
+        ["model", "fetch", "no-such-model"],
+        ["claims", "--device", "../x"],
+        ["claims", "--device", "abacus"],
+        ["compare", "abacus", "slide-rule"],
+        ["compare", "only-one"],
+        ["generate", "--model", "no-such-model", "--prompt", "a"],
+        ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--temperature", "-1"],
+        ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--top-p", "1.5"],
+        ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--max-tokens", "0"],
+        ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--device", "tpu"],
+        ["generate", "--model", "random:llama-tiny", "--prompt", ""],
+        ["generate", "--model", "random:llama-tiny", "--prompt", "word " * 2000],
+    ],
+    ids=lambda argv: " ".join(argv)[:60],
+)
+def test_what_cannot_be_understood_ends_with_2_and_says_what_would_be_right(
+    capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    code, doc = _json(capsys, *argv)
+    assert code == 2
+    assert set(doc) == {"error"}
+    assert set(doc["error"]) == {"type", "message", "hint"}
+    assert doc["error"]["message"]
+    assert doc["error"]["hint"]
+
+
+def test_without_json_an_error_goes_to_standard_error_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _main(capsys, "bench", "no_such_suite")
+    assert (code, out) == (2, "")
+    assert "no_such_suite" in err
+    assert "ceilings" in err
+    assert "Traceback" not in err
+
+
+# --- exit codes
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def command(args: object) -> Any:
+        raise error
+
+    return command
+
+
+def _caused(error: BaseException) -> BaseException:
+    outer = ConfigError("a step failed")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("wrong", "right"), 2),
+        (MemoryError(), 6),
+        (OutOfMemoryError("CUDA out of memory"), 6),
+        (_caused(OutOfMemoryError("CUDA out of memory")), 6),
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("a bug"), 1),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, BaseException) else str(v),
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_each_kind_of_error_has_its_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, as_json: bool
+) -> None:
+    monkeypatch.setitem(cli._COMMANDS, "doctor", _raise(error))
+    got, out, err = _main(capsys, "doctor", *(["--json"] if as_json else []))
+    assert got == code
+    if as_json:
+        assert json.loads(out)["error"]["message"]
+    else:
+        assert out == ""
+        assert err
+
+
+def test_of_several_benchmarks_one_that_fails_does_not_stop_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pdlab.bench import suites
+
+    monkeypatch.setattr(suites, "names", lambda: {"a": "first", "b": "second"})
+    monkeypatch.setattr(suites, "load", lambda name: None)
+    ran = []
+
+    def run(name: str, **_: object) -> Any:
+        ran.append(name)
+        if name == "a":
+            raise MemoryError
+        record = type("R", (), {"rows": [], "device": "cpu"})()
+        return suites.Outcome(name, 1.0, 0, 0, ()), record
+
+    monkeypatch.setattr(suites, "run", run)
+    code, doc = _json(capsys, "bench", "all")
+    assert code == 6
+    assert ran == ["a", "b"]
+    assert [(s["name"], s["status"]) for s in doc["suites"]] == [("a", "failed"), ("b", "ok")]
+
+
+def test_ctrl_c_ends_with_130() -> None:
+    code = "import sys, pdlab.cli as c; print('ready', flush=True); sys.exit(c.main(sys.argv[1:]))"
+    argv = ["generate", "--model", "random:llama-tiny", "--prompt", "-", "--json"]  # waits for its prompt
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert json.loads(out)["error"]["type"] == "KeyboardInterrupt"
+
+
+# --- standard output
+
+
+def test_with_json_nothing_else_reaches_standard_output(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chatty(args: object) -> Any:
+        print("a library says hello")
+        os.write(1, b"so does C code\n")
+        subprocess.run([sys.executable, "-c", "print('and a child process')"], check=True)
+        return 0, {"answer": 42}, "text"
+
+    monkeypatch.setitem(cli._COMMANDS, "doctor", chatty)
+    assert cli.main(["doctor", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"answer": 42}
+    assert "hello" in err
+    assert "C code" in err
+    assert "child" in err
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "pdlab", "claims"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()  # before Python has even started
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(60) == 0
+
+
+# --- doctor
+
+DOCTOR = {"schema", "python", "platform", "packages", "device", "profile", "backends", "missing"}
+
+
+def _check_doctor(doc: dict[str, Any]) -> None:
+    assert set(doc) == DOCTOR
+    assert doc["schema"] == 1
+    assert set(doc["packages"]) >= {"torch", "triton", "numpy", "pandas", "papermill"}
+    assert doc["profile"] in ("smoke", "full")
+    assert doc["device"] is None or set(doc["device"]) == {"name", "capability", "memory_bytes", "dtype"}
+    assert doc["backends"]
+    assert all(set(b) == {"available", "reason"} and isinstance(b["available"], bool) for b in doc["backends"].values())
+    assert all(set(m) == {"name", "why", "fix"} and all(m.values()) for m in doc["missing"])
+
+
+def test_the_doctor_reports_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    code, doc = _json(capsys, "doctor")
+    assert code == 0
+    _check_doctor(doc)
+    assert doc["packages"]["torch"]
+    assert doc["backends"]["plain"]["available"]
+    code, out, _ = _main(capsys, "doctor")
+    assert code == 0
+    assert "profile" in out
+
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+BLOCKED = set(sys.argv.pop(1).split(","))
+sys.meta_path.insert(0, Blocker())
+from pdlab.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("blocked", ["torch", "torch,triton,numpy,pandas,yaml,psutil,matplotlib,jinja2,gguf"])
+def test_the_doctor_works_without_torch(blocked: str) -> None:
+    done = _python(BLOCK, blocked, "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    doc = json.loads(done.stdout)
+    _check_doctor(doc)
+    assert doc["packages"]["torch"] is None
+    assert doc["device"] is None
+    assert not any(b["available"] for b in doc["backends"].values())
+    missing = {m["name"]: m for m in doc["missing"]}
+    assert "pip install" in missing["torch"]["fix"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["raise OSError('libcudart.so.13: cannot open shared object file')", "raise RuntimeError('half an upgrade')", "x = 1"],
+    ids=["missing library", "raises", "an empty shell"],
+)
+def test_the_doctor_works_with_a_broken_torch(tmp_path: Path, body: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(body + "\n")
+    code = "import sys; from pdlab.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = _python(code, "doctor", "--json", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    doc = json.loads(done.stdout)
+    _check_doctor(doc)
+    torch = next(m for m in doc["missing"] if m["name"] == "torch")
+    assert "broken" in torch["why"]
+    assert "--force-reinstall" in torch["fix"]
+
+
+@pytest.mark.parametrize("argv", [["generate", "--model", "random:llama-tiny", "--prompt", "a"], ["bench", "ceilings"]])
+def test_other_commands_say_that_torch_is_missing(argv: list[str]) -> None:
+    done = _python(BLOCK, "torch", *argv, "--json")
+    assert done.returncode == 2, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert "torch" in error["message"]
+    assert error["hint"]
+
+
+def test_the_light_commands_never_load_torch() -> None:
+    code = """
+import sys
+from pdlab.cli import main
+for argv in (["claims", "--json"], ["model", "list", "--json"], ["bench", "--list", "--json"]):
+    assert main(argv) == 0, argv
+    assert "torch" not in sys.modules, argv
+"""
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+
+
+# --- model, generate, bench, claims
+
+
+def test_models_are_listed_with_all_their_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    code, doc = _json(capsys, "model", "list")
+    assert code == 0
+    assert {"smollm2-135m", "llama-tiny", "gpt2-xl"} <= {m["name"] for m in doc}
+    assert all(set(m) == {"name", "family", "parameters", "source", "licence", "sha256", "cached"} for m in doc)
+
+
+@pytest.mark.parametrize("model", ["random:llama-tiny", "random:gpt2-tiny"])
+def test_generate_answers_as_one_document(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    argv = ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "5", "--logprobs", "2", "--device", "cpu"]
+    code, doc = _json(capsys, *argv)
+    assert code == 0
+    assert set(doc) == {"text", "token_ids", "finish_reason", "prompt_tokens", "timing", "logprobs"}
+    assert set(doc["timing"]) == {"queue_s", "ttft_s", "prefill_s", "decode_s", "itl_s"}
+    assert doc["finish_reason"] in ("length", "stop")
+    assert 1 <= len(doc["token_ids"]) <= 5
+    assert len(doc["timing"]["itl_s"]) == len(doc["token_ids"]) - 1
+    assert [p["token_id"] for p in doc["logprobs"]] == doc["token_ids"]
+    assert all(len(p["top"]) == 2 for p in doc["logprobs"])
+
+
+def test_a_stream_is_the_same_text_as_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "--model", "random:llama-tiny", "--prompt", "Hello", "--max-tokens", "9", "--temperature", "1",
+            "--seed", "3", "--device", "cpu"]  # fmt: skip
+    _, doc = _json(capsys, *argv)
+    code, out, _ = _main(capsys, *argv)
+    assert code == 0
+    assert out == doc["text"] + "\n"
+
+
+def test_a_prompt_can_come_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    argv = ["generate", "--model", "random:llama-tiny", "--max-tokens", "3", "--device", "cpu"]
+    _, piped = _json(capsys, *argv, "--prompt", "-")
+    _, typed = _json(capsys, *argv, "--prompt", "Hello")
+    assert piped["token_ids"] == typed["token_ids"]
+
+
+def test_a_benchmark_writes_where_it_was_told_and_reports_its_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from pdlab.bench import ceilings
+
+    monkeypatch.setattr(ceilings, "_buffer_bytes", lambda machine, quick=False: 1 << 20)
+    monkeypatch.setattr(ceilings, "_products", lambda machine: [("float32", 64)])
+    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu", "--out", str(tmp_path))
+    assert code == 0
+    (suite,) = doc["suites"]
+    assert (suite["name"], suite["status"], suite["rows"]) == ("ceilings", "ok", 3)
+    assert len(doc["rows"]) == 3
+    (table,) = tmp_path.rglob("ceilings.csv")
+    assert suite["files"] == [str(table)]
+
+
+def test_a_benchmark_dirties_nothing_by_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from pdlab.bench import ceilings, records
+
+    monkeypatch.setattr(ceilings, "_buffer_bytes", lambda machine, quick=False: 1 << 20)
+    monkeypatch.setattr(ceilings, "_products", lambda machine: [])
+    monkeypatch.setattr(records, "checkout_dir", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu")
+    assert code == 0
+    assert {p.parts[0] for p in (Path(f).relative_to(tmp_path) for f in doc["suites"][0]["files"])} == {"runs"}
+
+
+def test_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, doc = _json(capsys, "bench", "--list")
+    assert code == 0
+    assert {"ceilings", "prefill_vs_decode"} <= {b["name"] for b in doc}
+
+
+def test_the_claims_are_a_list_of_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    code, doc = _json(capsys, "claims")
+    assert code == 0
+    assert len(doc) == 24
+    allowed = {"reproduced", "partly", "not_reproduced", "impossible", "not_measured"}
+    assert {v["verdict"] for v in doc} <= allowed
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "pdlab", "--version"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "pdlab")
