@@ -66,7 +66,7 @@ def test_parameters_are_compact_json_with_sorted_keys(tmp_path: Path) -> None:
     row = _row(params={"quantile": 50, "causal": True, "load": 0.9, "dtype": "bfloat16"})
     (path,) = write_rows(tmp_path, "d", [row], PROVENANCE)
     with path.open(newline="") as f:
-        line = list(csv.DictReader(f))[0]
+        line = next(csv.DictReader(f))
     assert line["params"] == '{"causal":true,"dtype":"bfloat16","load":0.9,"quantile":50}'
 
 
@@ -233,11 +233,15 @@ def test_the_commit_comes_from_git_or_else_from_the_environment(places: Path, mo
 
 
 def test_a_recorder_writes_what_it_has_even_when_the_run_is_cut_short(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Recorder("e", "cpu-x86-64", out=tmp_path, seed=7, command="test") as record:
-        record.add("latency", Timings(2, 1, 3, 5), model="random:llama-1b", batch=4)
-        record.add("throughput", 3.0, "tok/s", variant="article", kind="simulated", settings={"tile": 64})
-        record.skip("latency", "ms", "out of\n memory", model="llama-3-8b")
-        raise KeyboardInterrupt
+    def cut_short() -> None:
+        with Recorder("e", "cpu-x86-64", out=tmp_path, seed=7, command="test") as record:
+            record.add("latency", Timings(2, 1, 3, 5), model="random:llama-1b", batch=4)
+            record.add("throughput", 3.0, "tok/s", variant="article", kind="simulated", settings={"tile": 64})
+            record.skip("latency", "ms", "out of\n memory", model="llama-3-8b")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut_short()
     rows = tables.read_file(tmp_path / "cpu-x86-64" / "e.csv")
     assert rows[0].params == {"batch": 4, "model": "llama-1b"}
     assert (rows[0].median, rows[0].p10, rows[0].p90, rows[0].n) == (2, 1, 3, 5)
