@@ -378,9 +378,9 @@ def test_trained_gpt2_style_weights_give_transformers_logits(tmp_path: Path) -> 
     tokens = torch.randint(4, 9669, (1, 301), generator=torch.Generator().manual_seed(0))
     tokens[0, 0] = 2  # its begin token
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config.from_json_file(tmp_path / "config.json")).eval()
-    theirs.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", map_location="cpu", weights_only=True), strict=False)
+    theirs.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", map_location="cpu", weights_only=True))
     with torch.no_grad():
         want = theirs(tokens).logits[0]
     got = whole_logits(load(tmp_path).model, tokens[0].tolist())
-    assert (got - want).abs().max() < 1e-3  # trained logits reach tens; eight layers of float32
+    assert (got - want).abs().max() < 1e-4  # logits up to 16 after eight layers of float32: measured 7e-6
     assert torch.equal(got.argmax(-1), want.argmax(-1))

@@ -43,8 +43,8 @@ def test_logits_and_loss_match_transformers_own_gguf_loader(smollm: Any) -> None
         want = theirs(torch.tensor([ids])).logits[0]
     got = whole_logits(smollm.model, ids)
     assert abs(loss(got, ids) - loss(want, ids)) < 1e-4
-    # 30 layers in float32, logits up to 30: transformers' own two attention paths differ by as much
-    assert (got - want).abs().max() < 5e-3
+    # 30 layers in float32, logits up to 41: measured 8e-5
+    assert (got - want).abs().max() < 3e-4
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
