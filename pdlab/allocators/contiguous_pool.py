@@ -46,8 +46,7 @@ class ContiguousPool(ExtentAllocator):
         return True
 
     def _move(self, piece: Piece, start: int, size: int) -> None:
-        if piece.asked:
-            self._ops.append(KVCopy(piece.start, start, piece.asked))
+        self._ops.append(KVCopy(piece.start, start, piece.size))
         self._reserved += size - piece.size
         self.release(piece.start, piece.size)
         piece.start, piece.size = start, size
@@ -57,7 +56,7 @@ class ContiguousPool(ExtentAllocator):
         parent = self._piece(rid)
         if new in self._pieces:
             raise AllocatorError(f"request {new} already owns an extent", "fork into a request that is new")
-        child = self._add(new, parent.held, parent.held)
+        child = self._add(new, parent.held)
         if child is None:
             return False
         if parent.held:
@@ -93,7 +92,7 @@ class ContiguousPool(ExtentAllocator):
             gap = piece.start - edge
             if gap and piece.size <= budget:
                 budget -= piece.size
-                copies += (KVCopy(piece.start + at, edge + at, min(gap, piece.asked - at)) for at in range(0, piece.asked, gap))
+                copies += (KVCopy(piece.start + at, edge + at, min(gap, piece.size - at)) for at in range(0, piece.size, gap))
                 self._free.take_at(edge, gap)
                 self._free.give(edge + piece.size, gap)
                 piece.start = edge

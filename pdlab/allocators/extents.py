@@ -1,7 +1,7 @@
 """Free room as extents in order of address, and what the two schemes that give each request one extent share.
 
-A request's extent is [start, start + size): position t lies at slot start + t. `asked` is the most positions that reserve()
-was asked for, so the rows that a step submitted so far may have written; a move copies those.
+A request's extent is [start, start + size): position t lies at slot start + t. A move copies all `size` rows: steps in flight
+may have written any of them.
 """
 
 from __future__ import annotations
@@ -112,12 +112,11 @@ class FreeExtents:
 class Piece:
     """One request's extent, in slots."""
 
-    __slots__ = ("asked", "held", "size", "start")
+    __slots__ = ("held", "size", "start")
 
-    def __init__(self, start: int, size: int, asked: int) -> None:
+    def __init__(self, start: int, size: int) -> None:
         self.start = start
         self.size = size
-        self.asked = asked
         self.held = 0
 
 
@@ -159,20 +158,19 @@ class ExtentAllocator(Allocator):
     def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:
         piece = self._pieces.get(rid)
         if piece is None:
-            ok = self._add(rid, self.first_size(n_tokens, longest), n_tokens) is not None
+            ok = self._add(rid, self.first_size(n_tokens, longest)) is not None
             self.refusals += not ok
             return ok
         if n_tokens > piece.size and not self.enlarge(rid, piece, n_tokens):
             self.refusals += 1
             return False
-        piece.asked = max(piece.asked, n_tokens)
         return True
 
-    def _add(self, rid: int, size: int, asked: int) -> Piece | None:
+    def _add(self, rid: int, size: int) -> Piece | None:
         size = self.rounded(max(size, 1))
         if (start := self._free.take(size)) is None:
             return None
-        piece = self._pieces[rid] = Piece(start, size, asked)
+        piece = self._pieces[rid] = Piece(start, size)
         self._reserved += size
         self.made(rid, piece)
         return piece
@@ -202,6 +200,9 @@ class ExtentAllocator(Allocator):
             _, start, size = self._limbo.popleft()
             self._waiting -= size
             self._free.give(start, size)
+
+    def room(self, rid: int) -> int:
+        return self._piece(rid).size
 
     def slots(self, rid: int, lo: int, hi: int) -> np.ndarray:
         piece = self._piece(rid)
@@ -275,7 +276,7 @@ class ExtentAllocator(Allocator):
             raise AllocatorError("broken invariant: free extents are lost or not merged", _BUG)
         if sums != (self._reserved, self._held) or self._waiting != sum(n for _, _, n in self._limbo):
             raise AllocatorError("broken invariant: reserved, held or retired is miscounted", _BUG)
-        if any(p.held > p.size or p.asked > p.size for p in self._pieces.values()):
+        if any(p.held > p.size for p in self._pieces.values()):
             raise AllocatorError("broken invariant: a request holds more than it has room for", _BUG)
 
 

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from pdlab.allocators.extents import FreeExtents
-from pdlab.allocators.paged import FreePages, Paged
+from pdlab.allocators.paged import Paged
+from pdlab.allocators.pages import FreeList
 
 
 class ThresholdRule:
@@ -57,8 +58,6 @@ class Hybrid(Paged):
     requests up to that length leave unwritten. Costs O(free runs) per pooled request, O(pages touched) otherwise.
     """
 
-    _free: FreeExtents
-
     def __init__(
         self,
         capacity: int,
@@ -81,7 +80,7 @@ class Hybrid(Paged):
         """Requests that cannot exceed so many tokens go to the pool."""
         return self.rule.threshold if self.fixed_threshold is None else self.fixed_threshold
 
-    def _free_list(self, pages: Iterable[int]) -> FreePages:
+    def free_list(self, pages: Iterable[int]) -> FreeList:
         return FreeExtents.of(pages, self.fit)
 
     def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:
@@ -100,13 +99,14 @@ class Hybrid(Paged):
         if owner is not None and owner.room < have * self.page_size:  # a forked child copies its last page first
             return
         need = -(-n_tokens // self.page_size) - have
-        if need < 1 or (start := self._free.take(need)) is None:
+        free = self.pages.free
+        assert isinstance(free, FreeExtents)
+        if need < 1 or (start := free.take(need)) is None:
             return
         owner = owner or self._add_owner(rid)
         run = self._runs[rid] = range(start, start + need)
         for page in run:
-            self._refs[page], self._fill[page] = 1, 0
-        self._owned += need
+            self.pages.own(page)
         self._append_pages(owner, list(run))
         owner.room = len(owner.pages) * self.page_size
 
@@ -118,14 +118,14 @@ class Hybrid(Paged):
             longest, first = promise
             self.rule.ended(longest, min(first, held), held)
 
-    def _moves(self, most: int) -> dict[int, int]:
+    def moves(self, most: int) -> dict[int, int]:
         """The lowest single pages, each to the highest free one, so that the pool's runs find room again."""
         pooled = {page for run in self._runs.values() for page in run}
-        used = (p for p in range(self.num_pages) if (self._refs[p] or p in self._cached) and p not in pooled)
-        pairs = zip(list(used)[:most], sorted(self._free, reverse=True), strict=False)
+        single = [page for page in self.pages.used() if page not in pooled]
+        pairs = zip(single[:most], sorted(self.pages.free, reverse=True), strict=False)
         return {old: new for old, new in pairs if new > old}
 
     def split(self) -> tuple[int, int]:
         """(pages that runs own, pages that are owned singly): where the split stands now."""
         pooled = sum(len(run) for run in self._runs.values())
-        return pooled, self._owned - pooled
+        return pooled, self.pages.owned - pooled

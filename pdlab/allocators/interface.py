@@ -70,6 +70,10 @@ class Allocator(ABC):
         """
 
     @abstractmethod
+    def room(self, rid: int) -> int:
+        """Positions below this may be written without another reserve()."""
+
+    @abstractmethod
     def slots(self, rid: int, lo: int, hi: int) -> np.ndarray:
         """i64[hi - lo]: the slots of positions [lo, hi), which must be reserved."""
 

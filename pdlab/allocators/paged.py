@@ -2,42 +2,22 @@
 
     pages = floor(capacity / page_size)        slot = page * page_size + position % page_size
 
-A page is in exactly one state:
-
-    free      on the free list; its rows mean nothing
-    owned     in the page list of `refs` requests
-    retired   given up by its last owner, perhaps still read by a step in flight
-    cached    given up and retired, but full and findable by prefix: free for whoever needs it, oldest first
-
 Writing. An owner may write positions below its `room`. A forked child starts with `room` at what it shares, so its first
 reserve() beyond that copies the shared last page, unless everybody else has given it up. The parent goes on writing in
 place: its new rows lie beyond what the child can see. So a page has at most one writer.
-
-Prefixes. A full page of known tokens has a key (see prefix.py). Pages are cached last page first: the head of a chain,
-which more prompts share, is evicted after its tail.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pdlab.allocators.interface import CACHED, FREE, RETIRED, SHARED, Allocator, AllocatorStats
-from pdlab.allocators.prefix import PrefixIndex, chain_key
+from pdlab.allocators.interface import FREE, RETIRED, Allocator, AllocatorStats
+from pdlab.allocators.pages import FreeList, Pages, require
+from pdlab.allocators.prefix import chain_key
 from pdlab.core.errors import AllocatorError, CapacityError
 from pdlab.core.plan import KVCopy, KVOp
-
-
-class FreePages(Protocol):
-    """Free pages as this scheme uses them; a list will do."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[int]: ...
-    def append(self, page: int, /) -> None: ...
-    def pop(self) -> int: ...
 
 
 class _Owner:
@@ -47,7 +27,7 @@ class _Owner:
     __slots__ = ("digest", "held", "named", "pages", "room", "row", "tail")
 
     def __init__(self, row: int) -> None:
-        self.row = row
+        self.row = row  # of the tables
         self.pages: list[int] = []
         self.room = 0  # positions below this may be written
         self.held = 0  # positions below this are written
@@ -76,24 +56,21 @@ class Paged(Allocator):
             )
         self.capacity = self.num_pages * page_size
         self.prefix_reuse = prefix_reuse
+        self.pages = Pages(self.num_pages, page_size, self.free_list(range(self.num_pages)))
         self._owners: dict[int, _Owner] = {}
-        self._refs = [0] * self.num_pages
-        self._fill = [0] * self.num_pages  # leading rows of a page that hold a token
-        self._free = self._free_list(range(self.num_pages))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._prefixes = PrefixIndex(page_size)
-        self._limbo: deque[tuple[int, int]] = deque()  # (newest step submitted before the free, page), in order of step
-        self._tag: dict[int, int] = {}  # retired page -> the step that must end; an entry of _limbo that differs is stale
-        self._submitted = self._retired = -1
-        self._owned = 0  # pages with refs > 0
-        self._held = 0  # sum of fill over owned pages
         self._ops: list[KVOp] = []
         self._tables = np.zeros((16, 16), np.int32)  # one row a request; unused entries 0
         self._rows = list(range(15, -1, -1))  # unused rows of _tables
 
-    def _free_list(self, pages: Iterable[int]) -> FreePages:
-        """What holds the free pages: a stack, low pages on top."""
+    def free_list(self, pages: Iterable[int]) -> FreeList:
+        """What holds free pages: a stack, low pages on top."""
         return sorted(pages, reverse=True)
+
+    def submitted(self, step: int) -> None:
+        self.pages.submitted = step
+
+    def retire(self, step: int) -> None:
+        self.pages.retire(step)
 
     # --- room
 
@@ -118,7 +95,7 @@ class Paged(Allocator):
         # a child that has not written yet stands in the middle of its last page: that one is copied or taken over
         behind = owner is not None and owner.room < have * self.page_size
         copy = behind and owner is not None and not self._may_take_over(owner)
-        if max(need, 0) + copy > len(self._free) + len(self._cached):
+        if max(need, 0) + copy > self.pages.available():
             self.refusals += 1
             return False
         if owner is None:
@@ -126,38 +103,25 @@ class Paged(Allocator):
         if behind:
             self._make_last_page_writable(owner, copy)
         if need > 0:
-            self._append_pages(owner, [self._take() for _ in range(need)])
+            self._append_pages(owner, [self.pages.take() for _ in range(need)])
         owner.room = len(owner.pages) * self.page_size
         return True
 
     def _may_take_over(self, owner: _Owner) -> bool:
         """Whether the last page can be written in place: nobody else owns it, and no step in flight reads rows beyond ours."""
         page, rows = owner.pages[-1], owner.held - (len(owner.pages) - 1) * self.page_size
-        return self._refs[page] == 1 and (self._fill[page] == rows or self._submitted <= self._retired)
+        return self.pages.refs[page] == 1 and (self.pages.fill[page] == rows or not self.pages.in_flight)
 
     def _make_last_page_writable(self, owner: _Owner, copy: bool) -> None:
         old, index = owner.pages[-1], len(owner.pages) - 1
         if not copy:  # what others wrote beyond our tokens will be overwritten, so the page loses its name
-            self._prefixes.forget(old)
+            self.pages.prefixes.forget(old)
             return
-        new, rows = self._take(), owner.held - index * self.page_size
+        new, rows = self.pages.take(), owner.held - index * self.page_size
         self._ops.append(KVCopy(old * self.page_size, new * self.page_size, rows))
         owner.pages[index] = self._tables[owner.row, index] = new
-        self._fill[new] = rows
-        self._held += rows
-        self._drop(old)
-
-    def _take(self) -> int:
-        """A page for a new owner: a free one, else the least recently used cached one."""
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._cached.popitem(last=False)
-            self._prefixes.forget(page)
-        self._refs[page] = 1
-        self._fill[page] = 0
-        self._owned += 1
-        return page
+        self.pages.write(new, rows)
+        self.pages.drop(old)
 
     def _add_owner(self, rid: int) -> _Owner:
         if not self._rows:
@@ -183,40 +147,7 @@ class Paged(Allocator):
         self._tables[owner.row, : len(owner.pages)] = 0
         self._rows.append(owner.row)
         for page in reversed(owner.pages):
-            self._drop(page)
-
-    def _drop(self, page: int) -> None:
-        self._refs[page] -= 1
-        if not self._refs[page]:
-            self._owned -= 1
-            self._held -= self._fill[page]
-            self._release(page)
-
-    def _release(self, page: int) -> None:
-        """A page without owner: free at once if no step is in flight, else when the newest of them has ended."""
-        if self._submitted <= self._retired:
-            self._reuse(page)
-        else:
-            self._tag[page] = self._submitted
-            self._limbo.append((self._submitted, page))
-
-    def _reuse(self, page: int) -> None:
-        if page in self._prefixes:
-            self._cached[page] = None
-        else:
-            self._free.append(page)
-
-    def submitted(self, step: int) -> None:
-        self._submitted = step
-
-    def retire(self, step: int) -> None:
-        self._retired = max(self._retired, step)
-        limbo = self._limbo
-        while limbo and limbo[0][0] <= self._retired:
-            tag, page = limbo.popleft()
-            if self._tag.get(page) == tag:
-                del self._tag[page]
-                self._reuse(page)
+            self.pages.drop(page)
 
     # --- where tokens are
 
@@ -254,6 +185,9 @@ class Paged(Allocator):
         width = max((len(o.pages) for o in owners), default=0)
         return self._tables[:, :width].take([o.row for o in owners], axis=0)
 
+    def room(self, rid: int) -> int:
+        return self._owner(rid).room
+
     def _owner(self, rid: int) -> _Owner:
         if (owner := self._owners.get(rid)) is None:
             raise AllocatorError(f"request {rid} owns nothing here", "reserve, fork or adopt a prefix first; free it once")
@@ -270,17 +204,13 @@ class Paged(Allocator):
                     f"it holds {owner.held} and has room for {owner.room}; write in order, after reserve()",
                 )
             for i in range(owner.held // size, -(-end // size)):
-                page = owner.pages[i]
-                more = min(size, end - i * size) - self._fill[page]
-                if more > 0:
-                    self._fill[page] += more
-                    self._held += more
+                self.pages.write(owner.pages[i], min(size, end - i * size))
             owner.held = end
         if self.prefix_reuse:
             self._name_pages(owner, tokens, start)
 
     def appended(self, rids: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> None:
-        owners, size, fill, reuse = self._owners, self.page_size, self._fill, self.prefix_reuse
+        owners, size, fill, reuse = self._owners, self.page_size, self.pages.fill, self.prefix_reuse
         for rid, token, position in zip(rids, tokens, positions, strict=True):
             owner, row = owners.get(rid), position % size
             ends_page = reuse and row + 1 == size
@@ -290,7 +220,7 @@ class Paged(Allocator):
             page = owner.pages[position // size]
             if row >= fill[page]:
                 fill[page] = row + 1
-                self._held += 1
+                self.pages.held += 1
             owner.held = position + 1
             if reuse and token >= 0 and len(owner.tail) == row and owner.named * size + row == position:
                 owner.tail.append(token)
@@ -307,38 +237,32 @@ class Paged(Allocator):
             tail.append(int(token))
             if len(tail) == size:
                 owner.digest = chain_key(owner.digest, tail)
-                self._prefixes.add(owner.digest, owner.pages[owner.named])
+                self.pages.prefixes.add(owner.digest, owner.pages[owner.named])
                 tail.clear()
                 owner.named += 1
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
-        return self.page_size * sum(1 for _ in self._prefixes.match(tokens))
+        return self.page_size * sum(1 for _ in self.pages.prefixes.match(tokens))
 
     def adopt_prefix(self, rid: int, tokens: Sequence[int]) -> int:
         if rid in self._owners:
             raise AllocatorError(f"request {rid} already owns pages", "adopt a prefix before the first reserve()")
-        found = list(self._prefixes.match(tokens))
+        found = list(self.pages.prefixes.match(tokens))
         if not found:
             return 0
         owner = self._add_owner(rid)
-        pages = [page for page, _ in found]
-        for page in pages:
-            if not self._refs[page]:
-                if self._tag.pop(page, None) is None:
-                    del self._cached[page]
-                self._owned += 1
-                self._held += self._fill[page]
-            self._refs[page] += 1
-        self._append_pages(owner, pages)
-        owner.named, owner.digest = len(pages), found[-1][1]
-        owner.room = owner.held = len(pages) * self.page_size
+        self._share(owner, [page for page, _ in found])
+        owner.named, owner.digest = len(found), found[-1][1]
+        owner.room = owner.held = len(found) * self.page_size
         return owner.held
 
+    def _share(self, owner: _Owner, pages: list[int]) -> None:
+        for page in pages:
+            self.pages.share(page)
+        self._append_pages(owner, pages)
+
     def drop_prefixes(self) -> None:
-        for page in self._cached:
-            self._free.append(page)
-        self._cached.clear()
-        self._prefixes.clear()
+        self.pages.drop_prefixes()
         for owner in self._owners.values():
             owner.named = -1
 
@@ -348,10 +272,7 @@ class Paged(Allocator):
         if new in self._owners:
             raise AllocatorError(f"request {new} already owns pages", "fork into a request that is new")
         child = self._add_owner(new)
-        pages = parent.pages[: -(-parent.held // self.page_size)]
-        for page in pages:
-            self._refs[page] += 1
-        self._append_pages(child, pages)
+        self._share(child, parent.pages[: -(-parent.held // self.page_size)])
         child.room = child.held = parent.held
         child.named, child.digest, child.tail = parent.named, parent.digest, list(parent.tail)
         return True
@@ -364,10 +285,9 @@ class Paged(Allocator):
         ops, self._ops = tuple(self._ops), []
         return ops
 
-    def _moves(self, most: int) -> dict[int, int]:
+    def moves(self, most: int) -> dict[int, int]:
         """The highest pages in use, each to the lowest free one left, as long as that is lower; at most `most` of them."""
-        used = sorted((p for p in range(self.num_pages) if self._refs[p] or p in self._cached), reverse=True)
-        pairs = zip(used[:most], sorted(self._free), strict=False)
+        pairs = zip(self.pages.used()[::-1][:most], sorted(self.pages.free), strict=False)
         return {old: new for old, new in pairs if new < old}
 
     def compact(self, budget: int) -> list[KVCopy]:
@@ -375,22 +295,14 @@ class Paged(Allocator):
         size = self.page_size
         copies = [op for op in self._ops if isinstance(op, KVCopy)]
         self._ops = []
-        moves = self._moves(budget // size)
-        if not moves:
+        if not (moves := self.moves(budget // size)):
             return copies
         taken = set(moves.values())
-        self._free = self._free_list(p for p in self._free if p not in taken)
-        for old, new in moves.items():
-            copies.append(KVCopy(old * size, new * size, size))
-            self._refs[new], self._refs[old] = self._refs[old], 0
-            self._fill[new] = self._fill[old]
-            self._prefixes.move(old, new)
-            self._release(old)
-        self._cached = OrderedDict((moves.get(p, p), None) for p in self._cached)
+        self.pages.move(moves, self.free_list(p for p in self.pages.free if p not in taken))
         for owner in self._owners.values():
             owner.pages = [moves.get(p, p) for p in owner.pages]
             self._tables[owner.row, : len(owner.pages)] = owner.pages
-        return copies
+        return copies + [KVCopy(old * size, new * size, size) for old, new in moves.items()]
 
     # --- accounts
 
@@ -398,57 +310,34 @@ class Paged(Allocator):
         return set(self._owners)
 
     def stats(self) -> AllocatorStats:
-        size = self.page_size
-        free = (len(self._free) + len(self._cached)) * size
+        size, pages = self.page_size, self.pages
+        free = pages.available() * size
         return AllocatorStats(
             capacity=self.capacity,
-            reserved=self._owned * size,
-            held=self._held,
-            cached=len(self._cached) * size,
+            reserved=pages.owned * size,
+            held=pages.held,
+            cached=len(pages.cached) * size,
             free=free,
-            retired=len(self._tag) * size,
+            retired=pages.waiting() * size,
             largest_free=free,
-            pages_used=self._owned,
+            pages_used=pages.owned,
             live=len(self._owners),
         )
 
     def layout(self) -> list[tuple[int, int, int, int]]:
-        owner_of = [FREE] * self.num_pages
-        for page in self._cached:
-            owner_of[page] = CACHED
-        for page in self._tag:
-            owner_of[page] = RETIRED
-        for rid, owner in self._owners.items():
-            for page in owner.pages:
-                owner_of[page] = rid if self._refs[page] == 1 else SHARED
-        size = self.page_size
-        held = [0 if who in (FREE, RETIRED) else self._fill[p] for p, who in enumerate(owner_of)]
-        return [(p * size, size, who, held[p]) for p, who in enumerate(owner_of)]
+        size, fill = self.page_size, self.pages.fill
+        who = self.pages.owner_of((rid, owner.pages) for rid, owner in self._owners.items())
+        return [(p * size, size, w, 0 if w in (FREE, RETIRED) else fill[p]) for p, w in enumerate(who)]
 
     def check(self) -> None:
-        refs = [0] * self.num_pages
+        size = self.page_size
+        self.pages.check(owner.pages for owner in self._owners.values())
         for rid, owner in self._owners.items():
-            for page in owner.pages:
-                refs[page] += 1
-            _require(len(set(owner.pages)) == len(owner.pages), f"request {rid} owns a page twice")
-            _require(
-                owner.held <= owner.room <= len(owner.pages) * self.page_size, f"request {rid}: held, room, pages disagree"
-            )
-            row = self._tables[owner.row]
-            _require(row[: len(owner.pages)].tolist() == owner.pages and not row[len(owner.pages) :].any(), f"table of {rid}")
-            for i, page in enumerate(owner.pages):
-                _require(self._fill[page] >= min(self.page_size, owner.held - i * self.page_size), f"page {page} lost rows")
-        _require(refs == self._refs, "reference counts differ from the page lists")
-        states = [*self._free, *self._cached, *self._tag, *(p for p, n in enumerate(refs) if n)]
-        _require(sorted(states) == list(range(self.num_pages)), "a page is leaked, or in two states")
-        owned = [p for p, n in enumerate(refs) if n]
-        _require(len(owned) == self._owned and sum(self._fill[p] for p in owned) == self._held, "owned or held is miscounted")
-        _require(self._prefixes.consistent(), "prefix index and page keys differ")
-        _require(all(self._fill[p] == self.page_size for p in self._prefixes.pages()), "a named page is not full")
-        _require(all(p in self._prefixes for p in self._cached), "a cached page has no key")
-        _require(len({o.row for o in self._owners.values()} | set(self._rows)) == len(self._tables), "table rows are leaked")
-
-
-def _require(ok: bool, what: str) -> None:
-    if not ok:
-        raise AllocatorError(f"broken invariant: {what}", "this is a bug in the allocator, not in its use")
+            n = len(owner.pages)
+            require(len(set(owner.pages)) == n, f"request {rid} owns a page twice")
+            require(owner.held <= owner.room <= n * size, f"request {rid}: held, room and pages disagree")
+            table = self._tables[owner.row]
+            require(table[:n].tolist() == owner.pages and not table[n:].any(), f"the page table of request {rid} is stale")
+            rows = (self.pages.fill[page] - min(size, owner.held - i * size) for i, page in enumerate(owner.pages))
+            require(all(more >= 0 for more in rows), f"request {rid} holds rows that its pages do not")
+        require(len({o.row for o in self._owners.values()} | set(self._rows)) == len(self._tables), "table rows are leaked")

@@ -43,7 +43,7 @@ class PerRequest(ExtentAllocator):
         parent = self._piece(rid)
         if new in self._pieces:
             raise AllocatorError(f"request {new} already owns a piece", "fork into a request that is new")
-        child = self._add(new, parent.size, parent.held)
+        child = self._add(new, parent.size)
         if child is None:
             return False
         if parent.held:

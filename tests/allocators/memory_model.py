@@ -117,7 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
                     continue
                 sequence.tokens.append(data.draw(st.integers(0, 1)))
             hi = min(len(sequence.tokens), sequence.computed + data.draw(st.integers(1, 16)))
-            if self.allocator.reserve(rid, hi):
+            if hi <= self.allocator.room(rid) or self.allocator.reserve(rid, hi):
                 work.append((rid, sequence.computed, hi))
         rids, lo, hi_ = (list(column) for column in zip(*work, strict=True)) if work else ([], [], [])
         slots = self.allocator.slots_many(rids, lo, hi_)
