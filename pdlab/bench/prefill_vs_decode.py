@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdlab.core.config import EngineConfig
-from pdlab.core.errors import FetchError, PdlabError
+from pdlab.core.errors import CapacityError, FetchError, PdlabError, WeightsError
 from pdlab.core.plan import Plan, PlanShape, SamplingArrays
 from pdlab.costs.formulas import decode_shape, itemsize_of, kv_bytes, prefill_shape, step_bytes, step_flops, weights_bytes
 from pdlab.costs.roofline import Ceilings, step_time
@@ -201,8 +201,11 @@ def measure_model(
         return _skip(ctx, cfg, steps, why)
     if ctx.left() <= deadline_left:
         return _skip(ctx, cfg, steps, "the time budget ran out")
-    loaded = _load(name, ctx) if loaded is None else loaded
-    executor = _executor(ctx, loaded, steps)
+    try:
+        loaded = _load(name, ctx) if loaded is None else loaded
+        executor = _executor(ctx, loaded, steps)
+    except (CapacityError, WeightsError) as error:
+        return _skip(ctx, cfg, steps, str(error))
     rng = np.random.default_rng(ctx.seed)
     try:
         for number, step in enumerate(steps):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,22 @@ def _from_pynvml(index: int) -> GpuState | None:
 def state(index: int = 0) -> GpuState | None:
     """The GPU's state now, or None. `index` is the driver's, which CUDA_VISIBLE_DEVICES may renumber. Never raises."""
     return _from_pynvml(index) or _from_smi(index)
+
+
+_recent: dict[int, tuple[float, float, GpuState | None]] = {}  # when it was asked, how long that took, the answer
+
+
+def recent_state(index: int = 0) -> GpuState | None:
+    """The state, asked again when it is over a second old, or over ten times as old as asking takes: asking nvidia-smi
+    after every sample would take longer than the samples."""
+    now = time.monotonic()
+    if index in _recent:
+        asked, cost, answer = _recent[index]
+        if now - asked < max(1.0, 10 * cost):
+            return answer
+    answer = state(index)
+    _recent[index] = (now, time.monotonic() - now, answer)
+    return answer
 
 
 def clocks(index: int = 0) -> dict[str, Any]:

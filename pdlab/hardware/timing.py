@@ -105,9 +105,9 @@ def _on_gpu(device: str | None) -> bool:
 def steady(sample: Callable[[], list[float]], unit: str, on_gpu: bool) -> Timings:
     """Summarizes what `sample()` returns; while the card throttles it is taken again, at most twice, then kept and marked."""
     timings = None
-    for _ in range(1 + _RETRIES):
+    for attempt in range(1 + _RETRIES):
         values = sample()
-        state = nvml.state() if on_gpu else None
+        state = None if not on_gpu else nvml.state() if attempt else nvml.recent_state()
         timings = summarize(values, unit, state is not None and state.throttled)
         if not timings.throttled:
             break

@@ -183,3 +183,13 @@ def test_nvidia_smi_is_asked_with_the_older_names_when_it_knows_no_newer(
     state = nvml.state()
     assert state is not None
     assert state.reason_names == ["idle"]
+
+
+def test_the_driver_is_not_asked_after_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(nvml, "_recent", {})
+    monkeypatch.setattr(nvml, "state", lambda index=0: asked.append(index))
+    for _ in range(5):
+        assert nvml.recent_state() is None
+    nvml.recent_state(1)
+    assert asked == [0, 1]

@@ -53,6 +53,7 @@ def _state(reasons: int) -> nvml.GpuState:
 def test_a_throttled_sample_is_taken_again_a_bounded_number_of_times_then_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.time, "sleep", lambda s: None)
     monkeypatch.setattr(nvml, "state", lambda index=0: _state(0x20))
+    monkeypatch.setattr(nvml, "_recent", {})
     calls = []
     t = steady(lambda: calls.append(1) or [1.0, 2.0, 3.0], "ms", True)  # type: ignore[func-returns-value]
     assert (t.throttled, t.status, len(calls)) == (True, "throttled", 3)
@@ -62,6 +63,7 @@ def test_a_card_that_recovers_gives_an_unmarked_sample(monkeypatch: pytest.Monke
     monkeypatch.setattr(timing.time, "sleep", lambda s: None)
     states = iter([_state(0x40), _state(0x4)])
     monkeypatch.setattr(nvml, "state", lambda index=0: next(states))
+    monkeypatch.setattr(nvml, "_recent", {})
     t = steady(lambda: [1.0], "ms", True)
     assert (t.throttled, t.status) == (False, "ok")
 
