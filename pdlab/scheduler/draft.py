@@ -164,7 +164,7 @@ class Draft:
             sample_rows=sample_rows,
             sampling=sampling,
             shape=shape,
-            kv_ops=s.allocator.take_ops(),
+            kv_ops=s.compactor.take_ops(),
             seen=seen,
             pad_tokens=self.pad_tokens,
             predicted_s=s.estimator.step_seconds(shape),

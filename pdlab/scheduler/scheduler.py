@@ -14,6 +14,7 @@ from collections import deque
 
 import numpy as np
 
+from pdlab.allocators.compaction import Compactor
 from pdlab.allocators.interface import Allocator
 from pdlab.core.config import EngineConfig
 from pdlab.core.plan import Plan
@@ -37,6 +38,7 @@ class Scheduler:
     ) -> None:
         self.config, self.max_len = config, max_len
         self.allocator, self.policy, self.batching, self.estimator = allocator, policy, batching, estimator
+        self.compactor = Compactor(config, allocator)
         self.policy_preempts = type(policy).preempts is not Policy.preempts
         # a request runs only if its decode always has a place in the budget
         self.rows = Rows(min(config.max_batch_requests, config.max_batch_tokens))
@@ -62,11 +64,13 @@ class Scheduler:
         else:
             self.waiting.pop(request.request_id, None)
         request.status = Status.FINISHED
+        self.compactor.ended()
 
     def plan(self, now: float) -> Plan | None:
         """The next step, or None when nothing can run now. At most one step may be in flight."""
         draft = Draft(self, now, self.config.max_batch_tokens)
         self._promised = 0
+        self.compactor.before_plan()
         self.batching.compose(draft)
         self.preempted_last = draft.preempted
         if draft.empty:
@@ -166,7 +170,10 @@ class Scheduler:
         if cached:
             cached = self.allocator.adopt_prefix(rid, request.tokens(0, n))
         limit = self.output_limit(request)
-        if not self.allocator.reserve(rid, n, request.prompt_len + limit):
+        longest = request.prompt_len + limit
+        while not self.allocator.reserve(rid, n, longest):
+            if self.compactor.refused():
+                continue
             if cached:
                 self.allocator.free(rid)
             return False
@@ -175,7 +182,7 @@ class Scheduler:
         request.cached_prompt_tokens = min(cached, request.prompt_len)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
-        self.rows.take(request, limit, self._room(rid, n))
+        self.rows.take(request, limit, self.allocator.room(rid))
         self.running[rid] = self.prefilling[rid] = request
         self._fresh.add(rid)
         return True
@@ -188,16 +195,15 @@ class Scheduler:
         """Room for one more token, by preempting others if need be. False: not in this step; it then either waits for
         memory that the steps in flight still read, or was preempted itself."""
         rid, n = request.request_id, request.num_scheduled + 1
-        pending = request.num_scheduled - request.num_computed
-        if pending and self.allocator.kind == "extent":  # an extent that moves must take along what is being written
-            self.allocator.written(rid, [-1] * pending, request.num_computed)
         while not self.allocator.reserve(rid, n):
+            if self.compactor.refused():
+                continue
             if self.room_is_coming(self.allocator.page_size):
                 return False
             draft.preempt(next(draft.victims(), request))
             if request.status is not Status.RUNNING:
                 return False
-        self.rows.room[request.row] = self._room(rid, n)
+        self.rows.room[request.row] = self.allocator.room(rid)
         return True
 
     def room_is_coming(self, slots: int) -> bool:
@@ -206,9 +212,6 @@ class Scheduler:
             return False
         self._promised += slots
         return True
-
-    def _room(self, rid: int, n: int) -> int:
-        return max(n, len(self.allocator.page_table(rid)) * self.allocator.page_size)
 
     def preempt(self, request: Request) -> None:
         """Back to waiting; its tokens stay, their KV is computed again (or found again as a prefix)."""
