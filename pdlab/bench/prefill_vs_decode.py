@@ -14,6 +14,7 @@ The ceilings are measured in the same run. The cache holds random numbers, its p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,9 +69,12 @@ class Step:
 
 
 def steps_of(profile: str, config: ModelConfig) -> list[Step]:
-    """The profile's steps that the model's context allows."""
-    steps = [Step("prefill", b, t) for t, b in _PREFILL[profile]] + [Step("decode", b, t) for b, t in _DECODE[profile]]
-    return [s for s in steps if s.tokens <= config.max_context]
+    """The profile's steps that the model's context allows, the phases in turn: a short budget sees some of both."""
+    prefills, decodes = (
+        [Step("prefill", b, t) for t, b in _PREFILL[profile]],
+        [Step("decode", b, t) for b, t in _DECODE[profile]],
+    )
+    return [s for pair in zip_longest(prefills, decodes) for s in pair if s is not None and s.tokens <= config.max_context]
 
 
 def make_plan(step: Step, number: int, vocab: int, capacity: int, rng: np.random.Generator) -> Plan:
@@ -108,15 +112,20 @@ def make_plan(step: Step, number: int, vocab: int, capacity: int, rng: np.random
 
 
 def _load(name: str, ctx: Context) -> Any:
-    """The model; random weights of the same shape where the real ones are not cached and cannot be fetched."""
+    """The model; random weights of the same shape where the real ones are not cached, or what reads them is missing.
+
+    What is timed depends on shapes only, so nothing is downloaded for it.
+    """
     from pdlab.models.fetch import cached_path
     from pdlab.models.loading import load
 
-    real = name.startswith("random:") or cached_path(name) is not None
+    shape = f"random:{name.removeprefix('random:')}"
     try:
-        return load(name if real else f"random:{name}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
-    except FetchError:
-        return load(f"random:{name}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
+        here = cached_path(name) is not None
+        return load(name if here else shape, device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
+    except (FetchError, ModuleNotFoundError) as error:
+        ctx.say(f"  {name}: random weights instead ({error})")
+        return load(shape, device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
 
 
 def _executor(ctx: Context, loaded: Any, steps: list[Step]) -> Any:
