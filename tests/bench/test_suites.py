@@ -165,3 +165,18 @@ def test_steps_beyond_a_models_context_are_left_out() -> None:
     steps = prefill_vs_decode.steps_of("full", config_of("gpt2"))
     assert steps
     assert max(s.tokens for s in steps) <= 1024
+
+
+@pytest.mark.gpu
+def test_the_suites_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch, places: Path) -> None:
+    monkeypatch.setattr(ceilings, "_buffer_bytes", lambda machine, quick=False: 1 << 28)
+    monkeypatch.setattr(ceilings, "_products", lambda machine: [(machine.dtype, 1024)])
+    monkeypatch.setattr(prefill_vs_decode, "_MODELS", {"full": ("random:llama-tiny", "random:gpt2-tiny")})
+    for name in ("ceilings", "prefill_vs_decode"):
+        outcome, recorder = suites.run(name, device="cuda", out=places / "out", say=lambda line: None)
+        assert outcome.skipped == 0
+        assert all(r.median > 0 for r in recorder.rows)
+    reader = next(r for r in tables.read(recorder.device, "ceilings", places / "out") if r.metric == "read")
+    provenance = records.provenance_of(recorder.device, reader.provenance_id, places / "out")
+    assert provenance is not None
+    assert provenance["settings"]["reader"] == "triton"
