@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pdlab.claims.evidence import Claim, Evidence, Finding, at, not_measured, predicted
-from pdlab.costs.formulas import prefill_shape, step_flops
-from pdlab.costs.roofline import sheet_ceilings
+from pdlab.costs.formulas import decode_shape, prefill_shape, step_flops
+from pdlab.costs.roofline import sheet_ceilings, step_time
 from pdlab.costs.tables import Row
 from pdlab.models.catalogue import config_of
 
@@ -45,18 +45,33 @@ def decode_underuses_compute(ev: Evidence, claim: Claim) -> Finding:
     the bandwidth than of the matrix rate; partly if only one of the two holds."""
     limit = claim.figures["percent"]
     both = _utilizations(ev, claim, phase="decode")
+    solved = _largest_batch_under(limit, claim.figures["device"])
     if not both:
-        return not_measured(claim, ev, "decode steps")
+        return not_measured(claim, ev, "decode steps", solved)
     under = sum(c.median < limit for c, _ in both)
     memory = sum(b.median > c.median for c, b in both)
     top = max((c for c, _ in both), key=lambda r: r.median)
     middle = sorted((c for c, _ in both), key=lambda r: r.median)[(len(both) - 1) // 2]
     reason = (
         f"{under} of {len(both)} decode steps use under {limit} % of the matrix rate, {memory} more bandwidth than compute; "
-        f"median {middle.median:.1f} %, at most {top.median:.1f} % ({top.params['model']}, batch {top.params['batch']})"
+        f"median {middle.median:.1f} %, at most {top.median:.1f} % ({top.params['model']}, batch {top.params['batch']}). "
+        f"{solved}"
     )
     holds = (2 * under >= len(both)) + (2 * memory >= len(both))
     return Finding(("not_reproduced", "partly", "reproduced")[holds], reason, ev.value(middle))
+
+
+def _largest_batch_under(percent: float, device: str) -> str:
+    """Up to which batch a perfect engine on the claim's card would leave so much of its matrix rate unused."""
+    cfg, card = config_of("llama-2-7b"), sheet_ceilings(device, "float16")
+
+    def share(batch: int) -> float:
+        r = step_time(cfg, decode_shape(batch, 512), card, 2)
+        return 100 * r.compute_seconds / r.seconds
+
+    batch = next((b for b in range(1, 513) if share(b) >= percent), None)
+    until = f"up to batch {batch - 1}" if batch else f"at any batch (at most {share(512):.0f} %)"
+    return f"Predicted for {device}, llama-2-7b over 512 cached tokens: under {percent} % {until}, even at the roofline"
 
 
 def memory_share_of_decode(ev: Evidence, claim: Claim) -> Finding:
