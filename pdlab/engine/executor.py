@@ -8,7 +8,8 @@ plan (NumPy) --one pinned copy--> persistent device buffers --> model --> sample
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +17,12 @@ import torch
 from pdlab.core.clock import Clock, RealClock
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import CapacityError, EngineClosed
-from pdlab.core.plan import IN_FLIGHT, KVCopy, KVOp, Plan
+from pdlab.core.plan import IN_FLIGHT, KVCopy, Plan
 from pdlab.engine.buffers import Block
+from pdlab.engine.graphs import GREEDY, MODEL, RANDOM, Capture, CudaCapture, DecodeGraphs, StepShape
 from pdlab.engine.interface import StepResult
 from pdlab.engine.sampling import SeenTokens, sampling_batch
+from pdlab.kernels.kv_moves import run_copies
 from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.ops import SampleResult
 from pdlab.models.model import Model
@@ -31,16 +34,24 @@ _SAMPLING |= {"repetition_penalty": np.float32, "seed": np.int64, "position": np
 
 
 class TorchExecutor:
-    """Contract 4 on a CPU or one GPU. `model` is loaded and its operations chosen; `max_len`: tokens of one request."""
+    """Contract 4 on a CPU or one GPU. `model` is loaded and its operations chosen; `max_len`: tokens of one request.
 
-    def __init__(self, config: EngineConfig, model: Model, *, max_len: int, clock: Clock | None = None) -> None:
+    `capture` records decode steps for replay; by default CUDA graphs on a GPU, unless the configuration turns them off.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: Model, *, max_len: int, clock: Clock | None = None, capture: Capture | None = None
+    ) -> None:
         self.config, self.model, self.clock = config, model, clock or RealClock()
         self.device = model.device
         self.on_gpu = self.device.type == "cuda"
         self.page_size = 1 if config.kv_allocator in EXTENT_ALLOCATORS else config.page_size
         rows = min(config.max_batch_requests, config.max_batch_tokens)
         tokens = max(config.max_batch_tokens, max_len) + rows
-        self.scratch = tokens if config.batching not in ("continuous", "continuous_chunked") else 0  # slots that padding writes
+        if capture is None and config.cuda_graphs and self.on_gpu:
+            capture = CudaCapture(self.device)
+        pads = config.batching not in ("continuous", "continuous_chunked")
+        self.scratch = tokens if pads else int(capture is not None)  # slots that padding writes
         self._capacity = kv_capacity(config, model, max_len)
         pages = -(-self._capacity // self.page_size)
         self.k, self.v = model.new_kv(pages + -(-self.scratch // self.page_size), self.page_size)
@@ -59,6 +70,7 @@ class TorchExecutor:
         self.block_table = torch.zeros((batch, width), dtype=torch.int32, device=self.device)
         self.last = torch.zeros(batch, dtype=torch.int64, device=self.device)  # the token each row sampled last
         self.seen = SeenTokens(rows, model.config.vocab_size, self.device)
+        self.graphs = self._make_graphs(capture, max_len) if capture is not None else None
         self._anchor: tuple[torch.cuda.Event, float] | None = None  # an event and the engine time at which it happened
         self._unfinished = 0
         self._closed = False
@@ -83,18 +95,34 @@ class TorchExecutor:
     # --- one step
 
     def _run(self, plan: Plan) -> SampleResult:
-        for op in plan.kv_ops:
-            self._kv_op(op)
+        # pieces of their own (KVAllocate, KVFree) are ranges of the one memory
+        run_copies(self.k, self.v, [op for op in plan.kv_ops if isinstance(op, KVCopy)])
         self.seen.admit(plan)
+        if self.graphs is not None and (shape := self.graphs.shape_of(plan)) is not None:
+            return self._run_graph(self.graphs, shape, plan)
         self.block.upload(self._arrays(plan))
         d = self.block.device
         t, s = plan.new_tokens + plan.pad_tokens, len(plan.sample_rows)
-        ids, rows = d["token_ids"][:t], d["sample_rows"][:s]
+        ids = d["token_ids"][:t]
         ids = torch.where(ids == IN_FLIGHT, self.last[d["token_row"][:t]], ids)
         x = self.model.forward(ids, d["positions"][:t], self._view(plan))
+        return self._sample(plan, x[d["sample_at"][:s]])
+
+    def _run_graph(self, graphs: DecodeGraphs, shape: StepShape, plan: Plan) -> SampleResult:
+        arrays = self._arrays(replace(plan, pad_tokens=0) if plan.pad_tokens else plan)
+        self.block.upload(graphs.padded(arrays, plan.batch, shape.size))
+        self._spread_table(plan.batch, plan.page_table.shape[1])
+        out = graphs.run(shape)[: plan.batch]
+        if shape.sampling == MODEL:
+            return self._sample(plan, out)
+        return SampleResult(out if self.on_gpu else out.clone())  # a GPU copies it to the host before the next step begins
+
+    def _sample(self, plan: Plan, x: torch.Tensor) -> SampleResult:
+        d, s = self.block.device, len(plan.sample_rows)
+        rows = d["sample_rows"][:s]
         on_device = {name: d[name][:s] for name in _SAMPLING}
         batch = sampling_batch(plan.sampling, on_device, self.seen.of(plan, rows))
-        sampled = self.model.sample(x[d["sample_at"][:s]], batch)
+        sampled = self.model.sample(x, batch)
         known = sampled.tokens.clamp(min=0)  # -1 says that a row had no finite logit; the host hears of it
         self.last[rows] = known
         self.seen.add(rows, known)
@@ -139,8 +167,7 @@ class TorchExecutor:
         lens = list(zip(np.diff(plan.q_start).tolist(), plan.context_lens.tolist(), strict=True)) + (
             [(pad, pad)] if pad else []
         )
-        if width := self.block_table.shape[1] and max(plan.page_table.shape[1], -(-pad // self.page_size)):
-            self.block_table[:b, :width] = d["table"][: b * width].view(b, width)
+        self._spread_table(b, max(plan.page_table.shape[1], -(-pad // self.page_size)))
         return KVView(
             kind=plan.kv_kind,
             page_size=self.page_size,
@@ -157,14 +184,48 @@ class TorchExecutor:
             host_lens=tuple(lens),
         )
 
-    def _kv_op(self, op: KVOp) -> None:
-        if not isinstance(op, KVCopy):
-            return  # pieces of their own are ranges of the one memory
-        size = self.page_size
-        src = torch.arange(op.src, op.src + op.tokens, device=self.device)
-        dst = src + (op.dst - op.src)
-        for cache in (self.k, self.v):
-            cache[:, dst // size, :, dst % size] = cache[:, src // size, :, src % size]
+    def _spread_table(self, batch: int, width: int) -> None:
+        """The uploaded table has rows of `width`; kernels find each row at the same place whatever the step's width."""
+        if width and self.block_table.shape[1]:
+            self.block_table[:batch, :width] = self.block.device["table"][: batch * width].view(batch, width)
+
+    def _make_graphs(self, capture: Capture, max_len: int) -> DecodeGraphs:
+        d = self.block.device
+        rows = len(self.last)
+        view = KVView(
+            kind="paged", page_size=self.page_size, k=self.k, v=self.v, block_table=self.block_table, base=d["base"],
+            seq_lens=d["seq_lens"], cu_q=d["cu_q"], slots=d["slots"][:rows], positions=d["positions"][:rows],
+            max_q=1, max_kv=max_len,
+        )  # fmt: skip
+        return DecodeGraphs(
+            self.model,
+            d,
+            view,
+            self.last,
+            scratch=self._scratch_page * self.page_size,
+            longest=max_len,
+            any_length=getattr(self.model.ops, "any_length", False),
+            capture=capture,
+        )
+
+    def capture_graphs(self, sampling: Sequence[str] = (GREEDY, RANDOM), sizes: Sequence[int] | None = None) -> float:
+        """Captures decode steps of every batch size (or of `sizes`), largest first, before a request waits for one; seconds.
+
+        Without this, and where attention gathers keys up to a bound (so each length has graphs of its own), each is captured
+        when it is first met. Must be called while nothing runs.
+        """
+        graphs = self.graphs
+        if graphs is None or not graphs.any_length:
+            return 0.0
+        before = graphs.seconds
+        kind = "extent" if self.config.kv_allocator in EXTENT_ALLOCATORS else "paged"
+        empty = {name: np.zeros(0, np.int64) for name in self.block.device}
+        with torch.inference_mode():
+            for size in sorted(sizes or graphs.sizes, reverse=True):
+                self.block.upload(graphs.padded(empty, 0, size))
+                for stage in sampling:
+                    graphs.run(StepShape(size, stage, kind, graphs.longest))
+        return graphs.seconds - before
 
     # --- results
 
@@ -232,11 +293,12 @@ class TorchExecutor:
         if self._closed:
             return
         self._closed = True
-        for name in ("k", "v", "model", "block", "block_table", "last", "seen"):
+        for name in ("graphs", "k", "v", "model", "block", "block_table", "last", "seen"):
             delattr(self, name)
         self._anchor = None
         gc.collect()
         if self.on_gpu:
+            torch._C._cuda_clearCublasWorkspaces()  # those of the capture stream live in the graphs' pool
             torch.cuda.empty_cache()
 
 

@@ -39,7 +39,8 @@ class Memory:
     def copy(self, op: KVCopy) -> None:
         assert op.tokens > 0
         assert abs(op.src - op.dst) >= op.tokens, "a copy overlaps its own source"
-        assert min(op.src, op.dst) >= 0 and max(op.src, op.dst) + op.tokens <= len(self.mem)
+        assert min(op.src, op.dst) >= 0
+        assert max(op.src, op.dst) + op.tokens <= len(self.mem)
         self.may_change(set(range(op.dst, op.dst + op.tokens)))
         self.mem[op.dst : op.dst + op.tokens] = self.mem[op.src : op.src + op.tokens]
 
@@ -201,7 +202,8 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.allocator.stats()
         assert self.allocator.live() == set(self.running)
         assert stats.reserved + stats.free + stats.retired == stats.capacity
-        assert 0 <= stats.held <= stats.reserved and 0 <= stats.largest_free <= stats.free
+        assert 0 <= stats.held <= stats.reserved
+        assert 0 <= stats.largest_free <= stats.free
         assert stats.live == len(self.running)
 
     def teardown(self) -> None:
