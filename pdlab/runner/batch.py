@@ -11,6 +11,7 @@ import io
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -24,16 +25,15 @@ from xml.etree import ElementTree
 
 from pdlab.runner import pages
 from pdlab.runner.jobs import Job
+from pdlab.runner.notebook import VALUES
 from pdlab.runner.process import EXIT_CODES, Result, run_job
-
-VALUES = "application/vnd.pdlab.values+json"  # a notebook displays a mapping of this type to put values into the table
 
 
 class Batch:
     """`run()` returns the results in the order of the jobs; everything is also in `out`."""
 
     def __init__(self, jobs: list[Job], out: Path, *, gpus: list[str], workers: int, resume: bool) -> None:
-        self.jobs, self.out, self.gpus, self.workers = jobs, out, gpus, workers
+        self.jobs, self.out, self.gpus, self.workers = jobs, out.resolve(), gpus, workers
         self.results: dict[str, Result] = {}
         self.cancel = threading.Event()
         self.say = Say(len(jobs))
@@ -233,8 +233,8 @@ def junit(rows: list[dict[str, Any]]) -> str:
         name = " ".join([Path(row["notebook"]).stem, *(f"{k}={v}" for k, v in row["params"].items())])
         case = ElementTree.SubElement(suite, "testcase", {"name": name, "classname": "notebooks", "time": str(row["seconds"])})
         if row in bad:
-            problem = ElementTree.SubElement(case, "failure", {"type": row["status"], "message": row["error"] or row["status"]})
-            problem.text = row["error"]
+            words = re.sub(r"[^\t\n\x20-\ud7ff\ue000-\ufffd]", "?", row["error"] or row["status"])  # what XML can hold
+            ElementTree.SubElement(case, "failure", {"type": row["status"], "message": words}).text = words
         elif row in skipped:
             ElementTree.SubElement(case, "skipped", {"message": row["error"] or ""})
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

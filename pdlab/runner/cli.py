@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pdlab.core.errors import NotebookError
+from pdlab.hardware.probe import cpu_slug
 from pdlab.runner import jobs as planning
 from pdlab.runner.batch import Batch, load_results
 from pdlab.runner.jobs import Job
@@ -84,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 def describe_machine(profile: str, gpu: str) -> dict[str, Any]:
     """The machine as probe() sees it, from a process of its own: a CUDA context here would keep the GPU from the notebooks."""
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "" if profile == "smoke" else gpu}
+    if profile == "smoke":
+        facts = {"name": f"{platform.machine()}, {os.cpu_count()} logical cores", "slug": cpu_slug(), "dtype": "float32"}
+        return {**facts, "device": "cpu", "profile": profile, "memory_bytes": psutil.virtual_memory().total}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     code = "import dataclasses, json; from pdlab.hardware.probe import probe; print(json.dumps(dataclasses.asdict(probe())))"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     try:

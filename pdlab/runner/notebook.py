@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import platform
+import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -14,14 +15,27 @@ from typing import Any
 from pdlab.core.errors import NotebookError
 
 VERSIONS_THAT_MATTER = ("torch", "triton", "numpy", "pandas", "transformers", "papermill", "ipykernel")
+VALUES = "application/vnd.pdlab.values+json"  # a notebook displays a mapping of this type to put values into the table
 DISK_FULL = 74  # the worker's exit code for when even its verdict could not be written
 NOT_LITERAL = object()  # a default that is computed: its type is unknown, so any value is accepted
 
 
-def read(path: Path) -> Any:
-    """The notebook of this file as an nbformat node of version 4."""
+def import_nbformat() -> Any:
+    """nbformat, without the two seconds that jsonschema's check of international addresses compiles a grammar for."""
+    if "nbformat" not in sys.modules and "jsonschema" not in sys.modules:
+        sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema then leaves that check out
+        try:
+            import jsonschema  # noqa: F401
+        finally:
+            del sys.modules["rfc3987_syntax"]
     import nbformat
 
+    return nbformat
+
+
+def read(path: Path) -> Any:
+    """The notebook of this file as an nbformat node of version 4."""
+    nbformat = import_nbformat()
     if not path.is_file():
         raise NotebookError(f"there is no notebook {str(path)!r}", "give a path, or a name or number of the series, as in 01")
     try:

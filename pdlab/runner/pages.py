@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pdlab.runner.notebook import VALUES, import_nbformat
 from pdlab.runner.process import EXIT_CODES, Result
 
 CSS = """
@@ -72,7 +73,7 @@ def write(out: Path, result: Result) -> Path | None:
 
 
 def render(content: str, result: Result) -> str:
-    import nbformat
+    nbformat = import_nbformat()
     from nbconvert import HTMLExporter
 
     nb = _without_widgets(nbformat.reads(content, as_version=4))
@@ -94,6 +95,8 @@ def _without_widgets(nb: Any) -> Any:
     for cell in nb.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
+            if data.pop(VALUES, None) is not None:
+                data.setdefault("text/plain", "")
             if data.pop("application/vnd.jupyter.widget-view+json", None) is not None:
                 data.clear()
                 data["text/html"] = '<p class="soft">An interactive control is here when the notebook is open in Jupyter.</p>'

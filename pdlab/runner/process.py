@@ -76,8 +76,8 @@ def run_job(
             output.unlink()  # of a batch that was cut off: what lies there afterwards is of this one
         with tempfile.TemporaryDirectory(prefix="pdlab-", ignore_cleanup_errors=True) as folder:
             status, error = watched.run(job, output, Path(folder), cancel, env or {}, progress)
-    except OSError as problem:
-        status, error = "failed", f"the batch could not write: {problem}"
+    except Exception as problem:  # a full disk, no process to be had: this job's failure, not the batch's
+        status, error = "failed", f"the batch could not run it: {type(problem).__name__}: {problem}"
     seconds = time.monotonic() - started
     written = output.name if output.is_file() and output.stat().st_size else None
     path = os.path.relpath(job.path) if job.path.is_relative_to(Path.cwd()) else str(job.path)

@@ -17,11 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from papermill.clientwrap import PapermillNotebookClient
-from papermill.engines import NBClientEngine, papermill_engines
-from papermill.execute import execute_notebook
+from pdlab.runner.notebook import DISK_FULL, import_nbformat, tags
 
-from pdlab.runner.notebook import DISK_FULL, tags
+nbformat = import_nbformat()
+from papermill.clientwrap import PapermillNotebookClient  # noqa: E402
+from papermill.engines import NBClientEngine, papermill_engines  # noqa: E402
+from papermill.execute import execute_notebook, remove_error_markers  # noqa: E402
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -116,9 +117,8 @@ def _run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     nb = Client.manager.nb
     verdict = judge(nb)
     if verdict["status"] == "ok":
-        import nbformat
-
-        nbformat.write(nb, spec["output"])  # without the error marks that papermill adds for `raises-exception` cells
+        # papermill marks cells that were allowed to raise as errors too
+        nbformat.write(remove_error_markers(nb), spec["output"])
     return verdict
 
 
