@@ -63,6 +63,7 @@ class EngineConfig:
 
     # attention and model operations
     attention: str = "auto"
+    cuda_graphs: bool = True  # decode steps replay captured graphs; only where there is a CUDA device
 
     # batching and scheduling
     batching: str = "continuous_chunked"
@@ -134,6 +135,7 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
+        _check(isinstance(self.cuda_graphs, bool), "cuda_graphs", self.cuda_graphs, "use True or False")
         _check(self.steps_in_flight in (1, 2), "steps_in_flight", self.steps_in_flight, "use 1 or 2")
         _check(_is_int(self.seed), "seed", self.seed, "use a whole number")
 

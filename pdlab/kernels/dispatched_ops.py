@@ -38,6 +38,11 @@ class DispatchedOps(ReferenceOps):
             self.made[name] = self._make(name)
         return self.made[name]
 
+    @property
+    def any_length(self) -> bool:
+        """Whether decode attention follows the lengths on the device alone, so that one captured graph serves every length."""
+        return {self.default, *(rule["backend"] for rule in self.rules if rule.get("phase") != "prefill")} == {"triton"}
+
     def _make(self, name: str) -> Attention:
         if name == "triton":
             from pdlab.kernels.triton_attention import TritonAttention

@@ -22,6 +22,7 @@ class TritonAttention:
     def __init__(self, *, heads: int, kv_heads: int, head_dim: int, max_requests: int, device: torch.device, tuning: Tuning):
         self.heads, self.kv_heads, self.head_dim, self.device, self.tuning = heads, kv_heads, head_dim, device, tuning
         self.workspace = self._make_workspace(heads // kv_heads, max_requests)
+        self._outgrown: list[Workspace] = []
 
     def _programs(self) -> int:
         return self.tuning.decode(self.head_dim, 1).blocks_per_sm * self.tuning.multiprocessors
@@ -60,5 +61,6 @@ class TritonAttention:
             "segments": len(view.seq_lens) * self.kv_heads,
         }
         if not self.workspace.fits(**need):
+            self._outgrown.append(self.workspace)  # captured graphs go on using it
             self.workspace = self._make_workspace(rows, len(view.seq_lens))
         flash_decode(q, view, self.workspace, tile, need["programs"], max_q=max_q, out=out)
