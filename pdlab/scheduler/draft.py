@@ -46,11 +46,11 @@ class Draft:
         """One token for every request past its prompt, save those whose last token is already on its way and those that
         wait for memory which steps in flight still read."""
         s, rows = self.scheduler, self.scheduler.rows
-        decoding = s.decoding_rows()
+        decoding, _ = s.decoding()
         unfinished = rows.sampled[decoding] < rows.limit[decoding]
         active = decoding if unfinished.all() else decoding[unfinished]
-        short = active[rows.scheduled[active] >= rows.room[active]]
-        refused = [row for row in short.tolist() if (r := rows.request[row]) is not None and not s.grow(r, self)]
+        short = s.requests_in(active[rows.scheduled[active] >= rows.room[active]])
+        refused = {r.row for r in short[s.grow_all(short) :] if r.status is Status.RUNNING and not s.grow(r, self)}
         if refused or self.preempted:
             active = np.array([row for row in active.tolist() if rows.request[row] and row not in refused], np.int64)
         self.decode_rows = active
@@ -131,7 +131,7 @@ class Draft:
         """The plan and its requests, which from here on count as scheduled."""
         s, rows = self.scheduler, self.scheduler.rows
         chunks = list(self.chunks.values())
-        requests = [r for row in self.decode_rows.tolist() if (r := rows.request[row]) is not None]
+        requests = s.requests_in(self.decode_rows)
         decode_lens = rows.scheduled[self.decode_rows] + 1
         shape = PlanShape(
             prefill=tuple((hi - lo, lo) for _, lo, hi in chunks),
@@ -142,16 +142,19 @@ class Draft:
         )
         starts, lens, token_ids, positions = self._tokens(chunks, decode_lens)
         sample_rows, sampled = self._sampling_rows(chunks)
-        all_rows = self.decode_rows if not chunks else np.append(self.decode_rows, [r.row for r, _, _ in chunks])
-        requests += [r for r, _, _ in chunks]
-        rids = s.decoding_ids(self.decode_rows) + [r.request_id for r, _, _ in chunks]
-        seen = tuple((i, np.array(r.tokens(0, r.num_tokens), np.int64)) for i, r in enumerate(requests) if s.needs_seen(r))
         sampling = rows.sampling(sampled)
+        all_rows = self.decode_rows if not chunks else np.append(self.decode_rows, [r.row for r, _, _ in chunks])
+        page_table, base, slots = s.addresses(all_rows, starts, positions)
+        seen = tuple(
+            (i, np.array(r.tokens(0, r.num_tokens), np.int64))
+            for i, (r, _, _) in enumerate(chunks, start=len(requests))
+            if s.needs_seen(r)
+        )
         self._advance(chunks, requests, sampled)
-        page_table, base, slots = s.addresses(rids, starts, positions)
+        requests += [r for r, _, _ in chunks]
         plan = Plan(
             step=step,
-            request_ids=np.array(rids, np.int64),
+            request_ids=rows.id[all_rows],
             rows=all_rows.astype(np.int32),
             q_start=starts.astype(np.int32),
             context_lens=lens.astype(np.int32),
@@ -198,11 +201,11 @@ class Draft:
         index, row = zip(*ends, strict=True)
         return np.append(np.arange(d), index).astype(np.int32), np.append(self.decode_rows, row)
 
-    def _advance(self, chunks: list[tuple[Request, int, int]], requests: list[Request], sampled: np.ndarray) -> None:
+    def _advance(self, chunks: list[tuple[Request, int, int]], decoding: list[Request], sampled: np.ndarray) -> None:
         rows = self.scheduler.rows
         rows.scheduled[self.decode_rows] += 1
         rows.sampled[sampled] += 1
-        for request in requests[: len(self.decode_rows)]:
+        for request in decoding:
             request.num_scheduled += 1
             request.num_sampled += 1
         for request, _, hi in chunks:

@@ -3,10 +3,15 @@ operations whatever its batch."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from pdlab.core.plan import SamplingArrays
 from pdlab.core.request import Request, Status
+
+if TYPE_CHECKING:
+    from pdlab.allocators.interface import Allocator
 
 _SAMPLING = {
     "temperature": np.float32,
@@ -19,14 +24,18 @@ _SAMPLING = {
 
 class Rows:
     """Persistent rows, one a running request; the executor keeps device state (last token, seen tokens) under the same
-    numbers. The arrays mirror fields of Request; planning changes both together."""
+    numbers. The arrays mirror fields of Request and what the allocator said; planning changes both together."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, pages: int) -> None:
         self.request: list[Request | None] = [None] * count
+        self.id = np.zeros(count, np.int64)
         self.scheduled = np.zeros(count, np.int64)  # tokens whose KV is written, or will be by the steps in flight
         self.sampled = np.zeros(count, np.int64)  # output tokens, those in flight included
         self.limit = np.zeros(count, np.int64)  # output tokens the request may have
         self.room = np.zeros(count, np.int64)  # positions that reserve() is known to have granted
+        self.table = np.zeros((count, pages), np.int32)
+        self.pages = np.zeros(count, np.int64)  # entries of `table` in use
+        self.base = np.zeros(count, np.int64)
         self.seed = np.zeros(count, np.int64)
         self.logprobs = np.zeros(count, np.int32)
         self.columns = {name: np.zeros(count, dtype) for name, dtype in _SAMPLING.items()}
@@ -37,13 +46,14 @@ class Rows:
         """Whether a row is unused."""
         return bool(self._unused)
 
-    def take(self, request: Request, limit: int, room: int) -> None:
+    def take(self, request: Request, limit: int) -> None:
         row = request.row = self._unused.pop()
         request.status = Status.RUNNING
         self.request[row] = request
+        self.id[row] = request.request_id
         self.scheduled[row] = request.num_scheduled
         self.sampled[row] = request.num_sampled
-        self.limit[row], self.room[row] = limit, room
+        self.limit[row] = limit
         params = request.params
         for name, column in self.columns.items():
             column[row] = getattr(params, name)
@@ -55,6 +65,19 @@ class Rows:
         self.request[request.row] = None
         self._unused.append(request.row)
         request.row = -1
+
+    def locate(self, request: Request, allocator: Allocator) -> None:
+        """Takes down where the request's memory is, after it grew or moved."""
+        rid, row = request.request_id, request.row
+        pages = allocator.page_table(rid)
+        self.table[row, : len(pages)] = pages
+        self.pages[row] = len(pages)
+        self.base[row] = allocator.base(rid)
+        self.room[row] = allocator.room(rid)
+
+    def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(page_table i32[B, P], base i64[B]); entries past a request's own pages are 0, or stale and never read."""
+        return self.table[rows, : int(self.pages[rows].max(initial=0))], self.base[rows]
 
     def sampling(self, rows: np.ndarray) -> SamplingArrays:
         """Parameters for `rows`, each about to sample its output token number `sampled`. Remembered while the very same

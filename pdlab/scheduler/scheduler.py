@@ -41,14 +41,16 @@ class Scheduler:
         self.compactor = Compactor(config, allocator)
         self.policy_preempts = type(policy).preempts is not Policy.preempts
         # a request runs only if its decode always has a place in the budget
-        self.rows = Rows(min(config.max_batch_requests, config.max_batch_tokens))
+        pages = -(-max_len // allocator.page_size) + 1 if allocator.kind == "paged" else 0
+        self.rows = Rows(min(config.max_batch_requests, config.max_batch_tokens), pages)
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
         self.prefilling: dict[int, Request] = {}
         self.preempted_last = 0  # requests that the last plan preempted
-        self._decoding: tuple[np.ndarray, list[int]] | None = None  # rows and ids; None: to be gathered again
+        self._decoding: tuple[np.ndarray, list[Request]] | None = None  # None: to be gathered again
         self._fresh: set[int] = set()  # admitted and not yet in a plan: the executor has not seen their tokens
         self._submitted: deque[list[Request]] = deque()  # requests of each step in flight
+        self._moved = 0  # slots that compaction had moved when `rows` last took down where memory is
         self._promised = 0  # slots to come back from steps in flight that somebody already waits for
         self._step = -1
 
@@ -87,20 +89,22 @@ class Scheduler:
         ended or were preempted meanwhile are among them. Call it before the step's new tokens are appended."""
         requests = self._submitted.popleft()
         self.allocator.retire(plan.step)
+        decodes = plan.shape.decode_count
+        ends = plan.context_lens.tolist()
         ids: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
-        for request, end, new in zip(requests, plan.context_lens.tolist(), np.diff(plan.q_start).tolist(), strict=True):
-            if request.status is not Status.RUNNING:
-                continue
-            request.num_computed = end
-            if new == 1 and end > request.prompt_len:
+        for request, end in zip(requests[:decodes], ends, strict=False):
+            if request.status is Status.RUNNING:
+                request.num_computed = end
                 ids.append(request.request_id)
-                tokens.append(request.output_token_ids[end - 1 - request.prompt_len])
+                tokens.append(request.output_token_ids[end - 1 - len(request.prompt_token_ids)])
                 positions.append(end - 1)
-            else:
-                self.allocator.written(request.request_id, request.tokens(end - new, end), end - new)
         self.allocator.appended(ids, tokens, positions)
+        for request, end, (new, start) in zip(requests[decodes:], ends[decodes:], plan.shape.prefill, strict=True):
+            if request.status is Status.RUNNING:
+                request.num_computed = end
+                self.allocator.written(request.request_id, request.tokens(start, start + new), start)
         return requests
 
     def restart(self) -> list[Request]:
@@ -118,30 +122,33 @@ class Scheduler:
 
     # --- what drafts ask
 
-    def decoding_rows(self) -> np.ndarray:
-        """Rows of the requests past their prompt, first admitted first; the same array until one joins or leaves."""
+    def decoding(self) -> tuple[np.ndarray, list[Request]]:
+        """(rows, requests) past their prompt, first admitted first; the very same array until one joins or leaves."""
         if self._decoding is None:
             decoding = [r for r in self.running.values() if r.request_id not in self.prefilling]
-            self._decoding = np.array([r.row for r in decoding], np.int64), [r.request_id for r in decoding]
-        return self._decoding[0]
+            self._decoding = np.array([r.row for r in decoding], np.int64), decoding
+        return self._decoding
 
-    def decoding_ids(self, rows: np.ndarray) -> list[int]:
+    def requests_in(self, rows: np.ndarray) -> list[Request]:
+        """The requests of these rows, in their order; a list of the caller's own."""
         if self._decoding is not None and self._decoding[0] is rows:
-            return list(self._decoding[1])
-        return [r.request_id for row in rows.tolist() if (r := self.rows.request[row]) is not None]
+            return self._decoding[1].copy()
+        return [r for row in rows.tolist() if (r := self.rows.request[row]) is not None]
 
     def addresses(
-        self, rids: list[int], starts: np.ndarray, positions: np.ndarray
+        self, rows: np.ndarray, starts: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(page_table i32[B, P], base i64[B], slots i64[T]) of the step's requests and their new tokens."""
-        owner = np.arange(len(rids)) if len(positions) == len(rids) else np.repeat(np.arange(len(rids)), np.diff(starts))
-        table = self.allocator.page_tables(rids)
-        if self.allocator.kind == "paged":
-            size = self.allocator.page_size
-            slots = table[owner, positions // size].astype(np.int64) * size + positions % size
-            return table, np.zeros(len(rids), np.int64), slots
-        base = self.allocator.bases(rids)
-        return table, base, base[owner] + positions
+        if self._moved != self.compactor.moved:
+            self._moved = self.compactor.moved
+            for request in self.running.values():
+                self.rows.locate(request, self.allocator)
+        table, base = self.rows.addresses(rows)
+        owner = np.arange(len(rows)) if len(positions) == len(rows) else np.repeat(np.arange(len(rows)), np.diff(starts))
+        if self.allocator.kind != "paged":
+            return table, base, base[owner] + positions
+        page, row = np.divmod(positions, self.allocator.page_size)
+        return table, base, table[owner, page].astype(np.int64) * self.allocator.page_size + row
 
     def cached_prefix(self, request: Request) -> int:
         if not self.config.prefix_reuse:
@@ -149,6 +156,7 @@ class Scheduler:
         return self.allocator.match_prefix(request.tokens(0, request.num_tokens))
 
     def needs_seen(self, request: Request) -> bool:
+        """Whether the executor must be told which tokens the request has, for its penalty."""
         return request.request_id in self._fresh and request.params.repetition_penalty != 1.0
 
     def prompt_done(self, request: Request) -> None:
@@ -182,7 +190,8 @@ class Scheduler:
         request.cached_prompt_tokens = min(cached, request.prompt_len)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
-        self.rows.take(request, limit, self.allocator.room(rid))
+        self.rows.take(request, limit)
+        self.rows.locate(request, self.allocator)
         self.running[rid] = self.prefilling[rid] = request
         self._fresh.add(rid)
         return True
@@ -190,6 +199,13 @@ class Scheduler:
     def output_limit(self, request: Request) -> int:
         """Output tokens after which the request ends whatever it says."""
         return min(request.params.max_tokens, self.max_len - request.prompt_len)
+
+    def grow_all(self, requests: list[Request]) -> int:
+        """Room for one more token each, in order, while memory lasts; how many got it."""
+        granted = self.allocator.reserve_many([r.request_id for r in requests], [r.num_scheduled + 1 for r in requests])
+        for request in requests[:granted]:
+            self.rows.locate(request, self.allocator)
+        return granted
 
     def grow(self, request: Request, draft: Draft) -> bool:
         """Room for one more token, by preempting others if need be. False: not in this step; it then either waits for
@@ -203,7 +219,7 @@ class Scheduler:
             draft.preempt(next(draft.victims(), request))
             if request.status is not Status.RUNNING:
                 return False
-        self.rows.room[request.row] = self.allocator.room(rid)
+        self.rows.locate(request, self.allocator)
         return True
 
     def room_is_coming(self, slots: int) -> bool:
