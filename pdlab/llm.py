@@ -8,27 +8,26 @@ with LLM("smollm2-135m") as llm:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pdlab.core.config import EngineConfig, SamplingParams
-from pdlab.core.errors import EngineClosed, InvalidRequest, PdlabError
+from pdlab.core.errors import EngineClosed, PdlabError
 from pdlab.core.request import Request, Timing, TokenEvent, TokenLogprob
+from pdlab.engine.door import Door, Prompt
 from pdlab.engine.engine import Engine
 from pdlab.engine.tables import RequestTable, steps_frame
+from pdlab.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pdlab.models.model import Model
     from pdlab.models.tokenizer import Tokenizer
     from pdlab.workloads.workload import Item, Workload
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ class LLM:
     def __init__(self, model: Any = "smollm2-135m", config: EngineConfig | None = None, **overrides: Any) -> None:
         config = (config or EngineConfig()).with_(**overrides)
         self.config = config
+        self.model: Model | None = None
         self.tokenizer: Tokenizer | None = None
         self._mail: dict[int, deque[TokenEvent]] = {}  # events of streams that another caller's step produced
         self._engine: Engine | None = None
@@ -75,19 +75,17 @@ class LLM:
         from pdlab.costs.roofline import ceilings_for
         from pdlab.engine.executor import TorchExecutor
         from pdlab.hardware.probe import resolve_device
+        from pdlab.kernels.dispatch import make_ops
         from pdlab.models.loading import Loaded, load
 
-        machine = resolve_device(self.config.device)
-        dtype = machine.dtype if self.config.dtype == "auto" else self.config.dtype
-        loaded = (
-            source if isinstance(source, Loaded) else load(source, device=machine.device, dtype=dtype, seed=self.config.seed)
-        )
+        loaded = source if isinstance(source, Loaded) else None
+        machine = resolve_device(str(loaded.model.device) if loaded is not None else self.config.device)
+        if loaded is None:
+            dtype = machine.dtype if self.config.dtype == "auto" else self.config.dtype
+            loaded = load(source, device=machine.device, dtype=dtype, seed=self.config.seed)
         model = loaded.model
         self.model_config, self.tokenizer, self.model = loaded.config, loaded.tokenizer, model
-        if find_spec("pdlab.kernels.dispatch"):
-            from pdlab.kernels.dispatch import make_ops
-
-            model.ops = make_ops(self.config, loaded.config, model.device, model.dtype)
+        model.ops = make_ops(self.config, loaded.config, model.device, model.dtype)
         max_len = self.config.max_model_len or loaded.config.max_context
         executor = TorchExecutor(self.config, model, max_len=min(max_len, loaded.config.max_context))
         itemsize = model.weights.embed.element_size()
@@ -97,33 +95,18 @@ class LLM:
         return Engine(self.config, loaded.config, executor, estimator, decoder=decoder, end_tokens=loaded.config.eos_token_ids)
 
     def _simulated(self, source: Any) -> Engine:
-        from pdlab.costs.calibration import cost_model
         from pdlab.costs.estimator import make_estimator
         from pdlab.costs.formulas import itemsize_of
         from pdlab.costs.roofline import ceilings_for
-        from pdlab.engine.simulated import SimulatedExecutor, kv_capacity
-        from pdlab.hardware.probe import default_dtype
-        from pdlab.hardware.specs import spec
-        from pdlab.models.catalogue import config_of, parameter_count
+        from pdlab.engine.coalescing import CoalescingEngine
+        from pdlab.engine.simulated import make_simulated, simulated_dtype
+        from pdlab.models.catalogue import config_of
 
-        model = source if hasattr(source, "kv_bytes_per_token") else config_of(source)
-        device = spec(self.config.simulated_device)
-        dtype = default_dtype(device.capability) if self.config.dtype == "auto" else self.config.dtype
-        itemsize = itemsize_of(dtype)
-        cost = cost_model(model, self.config.simulated_device, dtype)
-        capacity = kv_capacity(self.config, model, device.memory_bytes, parameter_count(model) * itemsize, itemsize)
-        executor = SimulatedExecutor(
-            model,
-            cost.step_seconds,
-            capacity,
-            steps_in_flight=self.config.steps_in_flight,
-            host_s=cost.host_s,
-            copy_s_per_token=2 * model.kv_bytes_per_token(itemsize) / device.bandwidth,
-            calibration=cost.source,
-        )
-        self.model_config, self.model = model, None
-        estimator = make_estimator(self.config, model, ceilings_for(self.config.simulated_device, dtype), itemsize)
-        return Engine(self.config, model, executor, estimator)
+        config, device = self.config, self.config.simulated_device
+        self.model_config = source if isinstance(source, ModelConfig) else config_of(source)
+        dtype = simulated_dtype(config)
+        estimator = make_estimator(config, self.model_config, ceilings_for(device, dtype), itemsize_of(dtype))
+        return CoalescingEngine(config, self.model_config, make_simulated(config, self.model_config), estimator)
 
     # --- use
 
@@ -133,6 +116,11 @@ class LLM:
         if self._engine is None:
             raise EngineClosed("this LLM was closed", "make a new one; its memory was given back")
         return self._engine
+
+    @property
+    def door(self) -> Door:
+        """What checks prompts; raises EngineClosed after close()."""
+        return Door(self.engine, self.tokenizer)
 
     @property
     def max_model_len(self) -> int:
@@ -152,7 +140,7 @@ class LLM:
         drops the beginning of a prompt that does not fit. A request that fails later has finish_reason "error" and its
         cause in `error`; the others are not affected.
         """
-        requests = [self.engine.add(ids, p) for ids, p in self._door(prompts, params, truncate)]
+        requests = [self.engine.add(ids, p) for ids, p in self.door.admissible(prompts, params, truncate)]
         self._until(lambda: all(r.finished for r in requests), requests)
         return [self._output(r) for r in requests]
 
@@ -162,7 +150,7 @@ class LLM:
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's message begins."""
-        return self._need_tokenizer("a conversation").chat(messages)
+        return self.door.need_tokenizer("a conversation").chat(messages)
 
     def stream(
         self,
@@ -176,7 +164,7 @@ class LLM:
         Bad input raises here, at the call; the requests are admitted when the first event is asked for. Leaving the loop
         early aborts what has not ended and gives its memory back.
         """
-        return self._events(self._door(prompts, params, truncate))
+        return self._events(self.door.admissible(prompts, params, truncate))
 
     def _events(self, checked: list[tuple[Sequence[int], SamplingParams]]) -> Iterator[TokenEvent]:
         requests = [self.engine.add(ids, p, stream=True) for ids, p in checked]
@@ -190,8 +178,7 @@ class LLM:
         finally:
             for request in requests:
                 self._mail.pop(request.request_id, None)
-                if self._engine is not None and not request.finished:
-                    self._engine.abort(request.request_id)
+            self._abort(requests)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request; False if it is unknown or has ended. Its stream gets a last event with "aborted"."""
@@ -204,34 +191,15 @@ class LLM:
 
         An item that is invalid becomes a row with finish_reason "error" and its error; the others are not affected.
         """
-        import pandas as pd  # noqa: F401  loaded before the clock is read: it takes longer than a request
+        import pandas  # noqa: F401  loaded before the clock is read: it takes longer than a request
 
-        import pdlab.workloads.prompts  # noqa: F401
-
-        engine, seed = self.engine, getattr(workload, "seed", None) or 0
-        clients: int | None = getattr(workload, "clients", None)
-        start, first_row = engine.clock.now(), len(engine.trace)
-        table = RequestTable(start)
-        items = enumerate(iter(workload))
-        upcoming = next(items, None)
-        live: dict[int, Request] = {}
-        while upcoming is not None or live:
-            now = engine.clock.now()
-            while upcoming is not None and self._is_due(upcoming[1], start, now, clients, len(live)):
-                arrival = now if clients else start + upcoming[1].arrival_s
-                request = self._arrive(*upcoming, arrival, seed, truncate, table)
-                if request is not None:
-                    live[request.request_id] = request
-                upcoming = next(items, None)
-            if not live:
-                if upcoming is not None and clients is None:
-                    engine.clock.sleep_until(start + upcoming[1].arrival_s)
-                continue
-            wake = None if upcoming is None or clients else start + upcoming[1].arrival_s
-            for event in self._turn(wake):
-                if event.finish_reason is not None and event.request_id in live:
-                    table.add(live.pop(event.request_id))
-        return ServeResult(table.frame(), steps_frame(engine.trace[first_row:], start))
+        serving = _Serving(self, workload, truncate)
+        try:
+            serving.run()
+        except BaseException:
+            self._abort(serving.live.values())
+            raise
+        return serving.result()
 
     def close(self) -> None:
         """Ends what runs as aborted and gives weights and KV memory back. May be called twice."""
@@ -254,15 +222,18 @@ class LLM:
             while not done():
                 self._turn(None)
         except BaseException:
-            for request in requests:
-                if self._engine is not None and not request.finished:
-                    self._deliver(self._engine.abort(request.request_id))
+            self._abort(requests)
             raise
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        if self._engine is not None:
+            self._deliver([event for r in requests for event in self._engine.abort(r.request_id)])
 
     def _turn(self, wake: float | None) -> list[TokenEvent]:
         """One step. When nothing can run, waits for the next timeout or for `wake`, whichever is first; with neither,
         what waits would wait for ever, so it ends with an error."""
         engine = self.engine
+        engine.quiet_until = math.inf if wake is None else wake
         events = engine.step()
         if engine.stuck:
             times = [t for t in (wake, engine.next_timeout) if t is not None]
@@ -277,92 +248,6 @@ class LLM:
         for event in events:
             if (mail := self._mail.get(event.request_id)) is not None:
                 mail.append(event)
-
-    @staticmethod
-    def _is_due(item: Item, start: float, now: float, clients: int | None, live: int) -> bool:
-        return live < clients if clients else start + item.arrival_s <= now
-
-    def _arrive(
-        self, number: int, item: Item, arrival: float, seed: int, truncate: str | None, table: RequestTable
-    ) -> Request | None:
-        from pdlab.workloads.prompts import prompt_of
-
-        try:
-            params = item.sampling()
-            prompt = prompt_of(item, number, self.model_config.vocab_size, seed)
-            ids = self._ids(prompt, trusted=item.prompt is None)
-            ids = self._fit(ids, params, truncate)
-            return self.engine.add(
-                ids,
-                params,
-                arrival_s=arrival,
-                priority=item.priority,
-                ttft_deadline_s=item.ttft_deadline_s,
-                per_token_deadline_s=item.per_token_deadline_s,
-                kind=item.kind,
-            )
-        except PdlabError as error:
-            table.refuse(arrival, item.prompt_tokens, item.priority, error)
-            return None
-
-    # --- the door
-
-    def _door(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, truncate: str | None
-    ) -> list[tuple[Sequence[int], SamplingParams]]:
-        """Prompts and parameters, checked, or InvalidRequest before any of them was admitted."""
-        engine = self.engine
-        many = _as_list(prompts)
-        each = _params_for(params, len(many))
-        checked = []
-        for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
-            try:
-                ids = self._fit(self._ids(prompt), p, truncate)
-                engine.check(ids, p)
-            except InvalidRequest as error:
-                if len(many) == 1:
-                    raise
-                raise type(error)(f"prompt {i}: {error.message}", error.hint) from error
-            checked.append((ids, p))
-        return checked
-
-    def _ids(self, prompt: Any, trusted: bool = False) -> Sequence[int]:
-        if trusted:
-            return prompt
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequest("the prompt is empty", "give at least one character or token id")
-            return self._need_tokenizer("a text prompt").encode(prompt)
-        try:
-            ids = np.asarray(prompt if isinstance(prompt, np.ndarray) else list(prompt))
-        except TypeError:
-            ids = np.zeros(0, object)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise InvalidRequest(f"the prompt is neither text nor token ids: {_short(prompt)}", "give a str or a list of int")
-        if ids.size and not (ids.min() >= 0 and ids.max() < self.model_config.vocab_size):
-            wrong = int(ids[(ids < 0) | (ids >= self.model_config.vocab_size)][0])
-            raise InvalidRequest(
-                f"token id {wrong} is outside the vocabulary of {self.model_config.name}",
-                f"use ids from 0 to {self.model_config.vocab_size - 1:,}",
-            )
-        return ids.tolist()
-
-    def _fit(self, ids: Sequence[int], params: SamplingParams, truncate: str | None) -> Sequence[int]:
-        """With truncate="left", a prompt that does not fit loses its beginning: it keeps what leaves room for max_tokens,
-        and at least half of what the model can hold."""
-        if truncate not in (None, "left"):
-            raise InvalidRequest(f"truncate={truncate!r} is not possible", 'use "left" or None')
-        longest = self.engine.max_len
-        if truncate is None or len(ids) < longest:
-            return ids
-        keep = min(max(longest - params.max_tokens, longest // 2), longest - 1)
-        return ids[len(ids) - keep :]
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        self.engine  # noqa: B018  raises after close()
-        if self.tokenizer is None:
-            raise InvalidRequest(f"{what} needs a tokenizer and {self.model_config.name} has none here", "pass token ids")
-        return self.tokenizer
 
     def _output(self, r: Request) -> RequestOutput:
         assert r.finish_reason is not None
@@ -382,31 +267,64 @@ class LLM:
         )
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 and prompts.dtype.kind in "iu" else list(prompts)
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(f"prompts is a {type(prompts).__name__}", "give text, token ids, or a list of either")
-    if len(prompts) == 0:
-        raise InvalidRequest("the prompt is empty", "give text, token ids, or a list of either")
-    if all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompts):
-        return [prompts]
-    return list(prompts)
+class _Serving:
+    """One run of serve(): who comes next, who is there, and the rows of those who left."""
 
+    def __init__(self, llm: LLM, workload: Workload | Iterable[Item], truncate: str | None) -> None:
+        from pdlab.workloads.prompts import prompt_of
 
-def _params_for(params: Any, n: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise InvalidRequest(f"params is {_short(params)}", "give one SamplingParams, or one for each prompt")
-    if len(params) != n:
-        raise InvalidRequest(f"there are {n} prompts and {len(params)} SamplingParams", "give one, or one for each prompt")
-    return list(params)
+        self.llm, self.engine, self.truncate, self.prompt_of = llm, llm.engine, truncate, prompt_of
+        self.clients: int | None = getattr(workload, "clients", None)
+        self.seed: int = getattr(workload, "seed", None) or 0
+        items = sorted(workload, key=lambda i: i.arrival_s) if isinstance(workload, Sequence) else workload
+        self.items = enumerate(iter(items))
+        self.next = next(self.items, None)
+        self.start, self.first_row = self.engine.clock.now(), len(self.engine.trace)
+        self.table = RequestTable(self.start)
+        self.live: dict[int, Request] = {}
 
+    def run(self) -> None:
+        while self.next is not None or self.live:
+            self.admit(self.engine.clock.now())
+            if not self.live:
+                if (due := self.next_arrival()) is not None:
+                    self.engine.clock.sleep_until(due)
+                continue
+            for event in self.llm._turn(self.next_arrival()):
+                if event.finish_reason is not None and event.request_id in self.live:
+                    self.table.add(self.live.pop(event.request_id))
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    def next_arrival(self) -> float | None:
+        """When the next item comes; None when none does, or when all clients are waiting for an answer."""
+        if self.next is None or (self.clients is not None and len(self.live) >= self.clients):
+            return None
+        return self.start + self.next[1].arrival_s
+
+    def admit(self, now: float) -> None:
+        while (due := self.next_arrival()) is not None and due <= now and self.next is not None:
+            (number, item), self.next = self.next, next(self.items, None)
+            arrival = now if self.clients else due
+            try:
+                request = self.arrive(number, item, arrival)
+            except PdlabError as error:
+                prompt_tokens = item.prompt_tokens if item.prompt is None or isinstance(item.prompt, str) else len(item.prompt)
+                self.table.refuse(arrival, prompt_tokens, item.priority, error)
+            else:
+                self.live[request.request_id] = request
+
+    def arrive(self, number: int, item: Item, arrival: float) -> Request:
+        llm, params = self.llm, item.sampling()
+        prompt = self.prompt_of(item, number, llm.model_config.vocab_size, self.seed)
+        ids = prompt[:] if item.prompt is None and not isinstance(prompt, str) else llm.door.ids(prompt)
+        return self.engine.add(
+            llm.door.fit(ids, params, self.truncate),
+            params,
+            arrival_s=arrival,
+            priority=item.priority,
+            ttft_deadline_s=item.ttft_deadline_s,
+            per_token_deadline_s=item.per_token_deadline_s,
+            kind=item.kind,
+        )
+
+    def result(self) -> ServeResult:
+        return ServeResult(self.table.frame(), steps_frame(self.engine.trace[self.first_row :], self.start))

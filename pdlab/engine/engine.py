@@ -81,6 +81,7 @@ class Engine:
         self.trace: list[TraceRow] = []
         self.live: dict[int, Live] = {}
         self.in_flight: deque[Flight] = deque()
+        self.quiet_until = 0.0  # the caller's word that no request is added before this time; lets a simulation skip ahead
         self.stuck = False  # requests wait, nothing runs, and only time or an arrival can change that
         self._decoder = decoder
         self._end_tokens = frozenset(end_tokens)

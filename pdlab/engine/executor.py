@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from pdlab.models.model import Model
 
 EXTENT_ALLOCATORS = ("per_request", "contiguous_pool")  # their memory is cut in tokens, not in pages
 CPU_KV_BYTES = 1 << 30  # without a setting, a CPU's KV memory is at most this and at most a quarter of what is free
-_SAMPLING = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+_SAMPLING: dict[str, Any] = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
 _SAMPLING |= {"repetition_penalty": np.float32, "seed": np.int64, "position": np.int64}
 
 
@@ -47,18 +48,22 @@ class TorchExecutor:
         self.on_gpu = self.device.type == "cuda"
         self.page_size = 1 if config.kv_allocator in EXTENT_ALLOCATORS else config.page_size
         rows = min(config.max_batch_requests, config.max_batch_tokens)
-        tokens = max(config.max_batch_tokens, max_len) + rows
         if capture is None and config.cuda_graphs and self.on_gpu:
             capture = CudaCapture(self.device)
-        pads = config.batching not in ("continuous", "continuous_chunked")
-        self.scratch = tokens if pads else int(capture is not None)  # slots that padding writes
         self._capacity = kv_capacity(config, model, max_len)
+        self.max_len = max_len = min(max_len, self._capacity)
+        pads = config.batching not in ("continuous", "continuous_chunked")
+        padding = config.static_batch_tokens + rows if pads else 0  # most rows of zeros in a step
+        tokens = config.max_batch_tokens  # most tokens of a step: only chunks keep the budget whatever the prompts
+        if config.batching != "continuous_chunked":
+            tokens = max(tokens, padding + max_len) + rows
+        self.scratch = max(padding, int(capture is not None))  # slots that padding writes
         pages = -(-self._capacity // self.page_size)
         self.k, self.v = model.new_kv(pages + -(-self.scratch // self.page_size), self.page_size)
         self._scratch_page = pages
-        width = 0 if self.page_size == 1 else -(-max(max_len, self.scratch) // self.page_size) + 1
+        width = 0 if self.page_size == 1 else -(-max(max_len, padding) // self.page_size) + 1
         batch = rows + 1  # one more than requests: padding is a request of its own
-        sections: dict[str, tuple[type, int]] = {
+        sections: dict[str, tuple[Any, int]] = {
             **dict.fromkeys(("token_ids", "positions", "slots", "token_row"), (np.int64, tokens)),
             **dict.fromkeys(("base", "rows", "sample_at", "sample_rows"), (np.int64, batch)),
             "cu_q": (np.int32, batch + 1),
@@ -72,7 +77,6 @@ class TorchExecutor:
         self.seen = SeenTokens(rows, model.config.vocab_size, self.device)
         self.graphs = self._make_graphs(capture, max_len) if capture is not None else None
         self._anchor: tuple[torch.cuda.Event, float] | None = None  # an event and the engine time at which it happened
-        self._unfinished = 0
         self._closed = False
 
     def capacity(self) -> int:
@@ -149,8 +153,9 @@ class TorchExecutor:
             n, first = plan.pad_tokens, self._scratch_page
             scratch = np.arange(n)
             zeros = np.zeros(n, np.int64)
-            more = {"token_ids": zeros, "positions": scratch, "slots": first * self.page_size + scratch, "token_row": zeros}
-            more |= {"base": [first], "rows": [0], "seq_lens": [n], "cu_q": [plan.new_tokens + n]}
+            more: dict[str, Any] = {"token_ids": zeros, "token_row": zeros, "positions": scratch % self.max_len}
+            more |= {"slots": first * self.page_size + scratch, "cu_q": [plan.new_tokens + n]}
+            more |= {"base": [first * self.page_size], "rows": [0], "seq_lens": [n]}
             for name, extra in more.items():
                 arrays[name] = np.append(arrays[name], extra)
             if self.block_table.shape[1]:
