@@ -20,8 +20,8 @@ from pdlab.core.plan import KVAllocate, KVCopy, KVFree, KVOp
 class Memory:
     """Slots on a pretended device; pieces of their own only where the allocator makes them."""
 
-    def __init__(self, allocator: Allocator) -> None:
-        self.mem = np.full(allocator.capacity, -1, np.int64)
+    def __init__(self, capacity: int) -> None:
+        self.mem = np.full(capacity, -1, np.int64)
         self.pieces: dict[int, tuple[int, int]] = {}  # base -> (request, tokens)
         self.reads: dict[int, set[int]] = {}  # step in flight -> slots it reads
 
@@ -70,7 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.allocator = type(self).make()
-        self.memory = Memory(self.allocator)
+        self.memory = Memory(self.allocator.capacity)
         self.running: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.carry: list[KVCopy] = []  # compaction's copies, which the next step runs first
