@@ -77,10 +77,13 @@ def render(content: str, result: Result) -> str:
     from nbconvert import HTMLExporter
 
     nb = _without_widgets(nbformat.reads(content, as_version=4))
+    formulas = _take_formulas(nb)
     logging.getLogger("traitlets").setLevel(logging.ERROR)  # nbconvert's remarks about missing alternative texts
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(nb)
+    for mark, formula in formulas.items():
+        body = body.replace(mark, formula)
     # links to other notebooks lead to their place in the report; a page may be read before theirs exists
-    body = re.sub(r'href="(?:\.\./)?(?:\w+/)?(\w+)\.ipynb"', r'href="index.html#\1"', body)
+    body = re.sub(r'href="(?:\.\./)?(?:\w+/)?(\w+)\.ipynb(?:#[^"]*)?"', r'href="index.html#\1"', body)
     stem = Path(result.notebook).stem
     settings = " · ".join(f"{name}={value}" for name, value in result.params.items())
     head = f'<p class="soft"><a href="index.html">Report</a> · {html.escape(stem)} · {result.seconds:.0f} s'
@@ -101,6 +104,34 @@ def _without_widgets(nb: Any) -> Any:
                 data.clear()
                 data["text/html"] = '<p class="soft">An interactive control is here when the notebook is open in Jupyter.</p>'
     return nb
+
+
+_MATH = re.compile(
+    r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<display>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$])?)\$", re.DOTALL
+)
+
+
+def _take_formulas(nb: Any) -> dict[str, str]:
+    """Puts a mark in the place of each formula of the prose and returns what belongs there, as MathML: no script needed."""
+    from latex2mathml.converter import convert
+
+    found: dict[str, str] = {}
+
+    def take(match: re.Match[str]) -> str:
+        if match["code"]:
+            return match[0]
+        mark = f"formula{len(found)}x"
+        display = match["display"] is not None
+        try:
+            found[mark] = convert(match["display"] or match["inline"], display="block" if display else "inline")
+        except Exception:  # it has no common base for its errors; the source is better than nothing
+            found[mark] = f"<code>{html.escape(match[0])}</code>"
+        return mark
+
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source = _MATH.sub(take, cell.source)
+    return found
 
 
 @cache
