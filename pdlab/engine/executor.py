@@ -29,7 +29,7 @@ from pdlab.kernels.ops import SampleResult
 from pdlab.models.model import Model
 
 EXTENT_ALLOCATORS = ("per_request", "contiguous_pool")  # their memory is cut in tokens, not in pages
-CPU_KV_BYTES = 1 << 30  # without a setting, a CPU's KV memory is at most this and at most a quarter of what is free
+CPU_KV_BYTES = 1 << 28  # without a setting: this much on a CPU, or one request of full length, if a quarter of RAM is free
 _SAMPLING: dict[str, Any] = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
 _SAMPLING |= {"repetition_penalty": np.float32, "seed": np.int64, "position": np.int64}
 
@@ -61,7 +61,7 @@ class TorchExecutor:
         pages = -(-self._capacity // self.page_size)
         self.k, self.v = model.new_kv(pages + -(-self.scratch // self.page_size), self.page_size)
         self._scratch_page = pages
-        width = 0 if self.page_size == 1 else -(-max(max_len, padding) // self.page_size) + 1
+        width = 0 if config.kv_allocator in EXTENT_ALLOCATORS else -(-max(max_len, padding) // self.page_size) + 1
         batch = rows + 1  # one more than requests: padding is a request of its own
         sections: dict[str, tuple[Any, int]] = {
             **dict.fromkeys(("token_ids", "positions", "slots", "token_row"), (np.int64, tokens)),
@@ -339,7 +339,7 @@ def kv_capacity(config: EngineConfig, model: Model, max_len: int) -> int:
 
         available = psutil.virtual_memory().available
         fits = available // 4 // per_token
-        most = min(most, max(CPU_KV_BYTES // per_token, page))
+        most = min(most, max(CPU_KV_BYTES // per_token, -(-max_len // page) * page))
     if config.kv_capacity_tokens is not None:
         if config.kv_capacity_tokens > fits:
             raise CapacityError(
