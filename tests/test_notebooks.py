@@ -99,6 +99,11 @@ def test_the_manifests_times_are_those_of_the_last_measured_run(manifest: dict[s
     assert set(entry["seconds"]) == set(records)
 
 
+def test_the_readme_lists_the_series(manifest: dict[str, dict[str, Any]]) -> None:
+    rows = re.findall(r"^\| (\d\d) \| \[(.+?)\]\(notebooks/(.+?)\)", (ROOT.parent / "README.md").read_text(), re.MULTILINE)
+    assert rows == [(name[:2], entry["title"], name) for name, entry in manifest.items()]
+
+
 # --- every rule can be broken ---------------------------------------------------------------------------------------------
 
 

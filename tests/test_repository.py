@@ -149,3 +149,18 @@ def test_every_source_file_stays_small(repository: Path) -> None:
         if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 400
     }
     assert not long
+
+
+def test_the_readmes_figure_is_drawn_from_the_data_of_the_day(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python docs/readme_figure.py` draws it anew; only shipped data counts, not what was measured on this machine."""
+    from PIL import Image
+
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(repository / "docs")
+    import readme_figure
+
+    stored = Image.open(repository / "docs" / "readme-figure.png")
+    assert stored.info["Description"] == readme_figure.fingerprint(readme_figure.numbers())
+    assert "docs/readme-figure.png" in (repository / "README.md").read_text(encoding="utf-8").split("\n## ")[0]
