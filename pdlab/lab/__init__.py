@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pdlab.lab.session import Lab, setup
+from pdlab.lab.session import Lab, LiveText, setup
 
-__all__ = ["Lab", "setup"]
+__all__ = ["Lab", "LiveText", "setup"]

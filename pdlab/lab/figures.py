@@ -6,6 +6,7 @@ measured | recorded | simulated (solid, filled markers), predicted (dashed) or a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,16 @@ def colours(series: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def plain_ticks(axis: Any, values: Iterable[float], limit: int = 9) -> None:
-    """Ticks at the measured values themselves, thinned to `limit`, written as whole numbers with thousands separators."""
+    """Ticks at the measured values themselves, or at powers of two where there are too many; as whole numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     at = sorted(set(values))
-    every = -(-len(at) // limit)
-    axis.set_major_locator(FixedLocator(at[:: every or 1]))
+    if len(at) > limit:
+        low, high = math.ceil(math.log2(at[0])), math.floor(math.log2(at[-1]))
+        at = [2.0**k for k in range(low, high + 1, 1 + (high - low) // limit)]
+    axis.set_major_locator(FixedLocator(at))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
+    axis.set_major_formatter(FuncFormatter(short))
 
 
 def short(value: float, _: Any = None) -> str:
@@ -210,6 +213,9 @@ def utilization(
     figure, axes = canvas(claim, footer, size=(8.6, 4.4))
     ax = axes[0, 0]
     draw_lines(ax, table)
+    if (legend := ax.get_legend()) is not None:
+        legend.remove()  # the lines cross everywhere, so no corner of the axes is free
+        figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
     ax.set(xscale="log", xlabel=xlabel, ylabel="share of the measured ceiling, %")
     ax.set_ylim(0, max(105.0, float(table["y"].max()) * 1.08))
     plain_ticks(ax.xaxis, table["x"])

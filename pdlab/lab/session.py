@@ -8,6 +8,7 @@ lab.device, lab.dtype, lab.profile, lab.machine, lab.ceilings(), lab.measurement
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,26 @@ if TYPE_CHECKING:
     from pdlab.hardware.probe import Machine
 
 PROFILES = ("smoke", "full")
+
+
+class LiveText:
+    """Text that grows in one output of the cell. (A print a token leaves one output a token in an executed copy.)"""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._handle: Any = None
+
+    def add(self, piece: str) -> None:
+        from IPython.display import display
+
+        self.text += piece
+        if self._handle is None:
+            self._handle = display(self, display_id=True)
+        else:
+            self._handle.update(self)
+
+    def __repr__(self) -> str:
+        return "\n".join(textwrap.fill(line, 100) for line in self.text.split("\n"))
 
 
 class Lab:
@@ -67,6 +88,14 @@ class Lab:
         size = itemsize_of(dtype or self.dtype)
         need, have = weights_bytes(model, size) + kv_bytes(model, kv_tokens, size), self.machine.memory_bytes * 0.85
         return "" if need <= have else f"{model.name} needs {need / 1e9:.1f} GB and {have / 1e9:.1f} GB can be used here"
+
+    def has_room(self, model: str, kv_tokens: int = 0) -> bool:
+        """Whether a catalogue shape fits here; says why where it doesn't, for the notebook's reader."""
+        from pdlab.models.catalogue import config_of
+
+        if why := self.fits(config_of(model), kv_tokens):
+            print(f"left out: {why}")
+        return not why
 
     def ceilings(self, dtype: str | None = None) -> Ceilings:
         """This machine's ceilings, measured once in this session so that every ratio is taken within one run."""

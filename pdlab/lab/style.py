@@ -8,6 +8,7 @@ What a number is shows in how it is drawn: measured is solid, predicted dashed, 
 from __future__ import annotations
 
 import io
+import re
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -85,13 +86,18 @@ class LabFigure(Figure):
         return outside
 
 
+def _glued(text: str) -> str:
+    """No-break spaces between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:%|ms|us|s|GB|MB|TB|tokens)(?:\W|$))", "\N{NO-BREAK SPACE}", " ".join(text.split()))
+
+
 def _wrapped(figure: LabFigure, text: str, **font: Any) -> str:
     """`text` broken into lines that fit the figure's width, measured with the font that will draw it."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     probe = figure.text(0, 0, "", **font)
     room = figure.bbox.width * 0.97
     lines: list[str] = []
-    for word in text.split():
+    for word in _glued(text).split(" "):
         longer = f"{lines[-1]} {word}" if lines else word
         probe.set_text(longer)
         if lines and probe.get_window_extent(renderer).width <= room:

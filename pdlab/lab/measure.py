@@ -1,0 +1,154 @@
+"""What notebooks measure live, as tables ready to draw, and the few formulas they need besides pdlab.costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pdlab.costs.formulas import decode_shape, itemsize_of, prefill_shape, step_flops
+from pdlab.costs.roofline import step_time
+from pdlab.models.catalogue import config_of
+from pdlab.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pdlab.bench.prefill_vs_decode import Step
+    from pdlab.bench.records import Recorder, Row
+    from pdlab.lab.session import Lab
+
+_COLUMNS = {"latency": "ms", "compute_utilization": "compute_percent", "bandwidth_utilization": "bandwidth_percent"}
+
+
+def phases(
+    lab: Lab, recorder: Recorder, model: str, steps: Sequence[Step], *, loaded: Any = None, budget_s: float = 30
+) -> pd.DataFrame:
+    """Times each step of `model` through the executor and records it; see bench.prefill_vs_decode.
+
+    Columns: model, phase, batch, tokens, new_tokens (of the whole batch), ms, p10, p90, compute_percent, bandwidth_percent,
+    flops, bytes, intensity, floor_ms, bound. The cheapest steps are measured first, so a slow machine loses the largest; a
+    step that was skipped is not in the table, its reason is printed. `loaded` is used if it is this model in this dtype.
+    """
+    import pandas as pd
+
+    from pdlab.bench.prefill_vs_decode import measure_model
+    from pdlab.bench.suites import Context
+
+    ceilings, size, config = lab.ceilings(), itemsize_of(lab.dtype), config_of(model)
+    before = len(recorder.rows)
+    context = Context(lab.machine, lab.profile, recorder, budget_s, lab.seed, say=lambda line: None)
+    if loaded is not None and (loaded.config.name != config.name or not str(loaded.model.dtype).endswith(lab.dtype)):
+        loaded = None
+    floors = {step: step_time(config, step.shape, ceilings, size) for step in steps}
+    cheap_first = sorted(steps, key=lambda step: floors[step].seconds)
+    measure_model(context, model, ceilings, 0.0, cheap_first, loaded)
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for row in recorder.rows[before:]:
+        key = (row.params["phase"], row.params["batch"], row.params["tokens"])
+        if row.status.startswith("skipped:"):
+            print(f"{config.name}, {key[0]} {key[1]} x {key[2]}: {row.status.replace(':', ': ')}")
+        elif row.metric in _COLUMNS:
+            found.setdefault(key, {})[_COLUMNS[row.metric]] = row.median
+            if row.metric == "latency":
+                found[key] |= {"p10": row.p10, "p90": row.p90}
+    table = []
+    for step in steps:
+        if (measured := found.get((step.phase, step.batch, step.tokens))) is None:
+            continue
+        f = floors[step]
+        counts = {"flops": f.flops, "bytes": f.bytes, "intensity": f.intensity, "floor_ms": f.seconds * 1e3, "bound": f.bound}
+        who = {"model": config.name, "phase": step.phase, "batch": step.batch, "tokens": step.tokens}
+        table.append(who | {"new_tokens": step.batch * step.new} | measured | counts)
+    return pd.DataFrame(table)
+
+
+def over(table: pd.DataFrame, x: str, series: Sequence[str] | pd.Series) -> pd.DataFrame:
+    """A phases table for figures.latency: `ms` as measured and `floor_ms` as predicted over column `x`."""
+    import pandas as pd
+
+    base = pd.DataFrame({"x": table[x].to_numpy(), "series": list(series)})
+    measured = base.assign(y=table["ms"].to_numpy(), p10=table["p10"].to_numpy(), p90=table["p90"].to_numpy(), kind="measured")
+    return pd.concat([measured, base.assign(y=table["floor_ms"].to_numpy(), kind="predicted")], ignore_index=True)
+
+
+def roof_points(table: pd.DataFrame) -> pd.DataFrame:
+    """A phases table for figures.roofline: a series for each phase (and model, where there are several), its ends labelled."""
+    points = table.copy()
+    several = table["model"].nunique() > 1
+    points["series"] = (points["model"] + " " if several else "") + points["phase"]
+    points["flops_per_s"] = points["flops"] / points["ms"] * 1e3
+    points["label"] = ""
+    for _, rows in points.groupby("series"):
+        for i in (rows.index[0], rows.index[-1]):
+            prefill = rows.loc[i, "phase"] == "prefill"
+            points.loc[i, "label"] = f"{rows.loc[i, 'tokens']:,} tokens" if prefill else f"batch {rows.loc[i, 'batch']}"
+    return points
+
+
+def utilization_lines(table: pd.DataFrame) -> pd.DataFrame:
+    """Decode rows of one model for figures.utilization: both shares over the batch, as measured and as the floor allows."""
+    import pandas as pd
+
+    lines = []
+    for series, column in {"compute": "compute_percent", "memory bandwidth": "bandwidth_percent"}.items():
+        base = pd.DataFrame({"x": table["batch"], "y": table[column], "series": series})
+        at_floor = (table[column] * table["ms"] / table["floor_ms"]).to_numpy()  # the same counts over the floor's time
+        lines += [base.assign(kind="measured"), base.assign(y=at_floor, kind="predicted")]
+    return pd.concat(lines, ignore_index=True)
+
+
+def knee(batches: Sequence[int], times: Sequence[float]) -> float:
+    """The batch at which a step's time turns from flat to proportional, read off measurements.
+
+    Two asymptotes cross there: the time of the smallest batch, and the line through 0 and the largest batch. Where the
+    largest batch is not yet proportional, the turn lies beyond what is returned.
+    """
+    return times[0] * batches[-1] / times[-1]
+
+
+def half_point(config: ModelConfig) -> float:
+    """Prompt length n at which attention is half of a prefill's FLOPs: products = 2 L N D (n + 1) a token."""
+    costs = step_flops(config, prefill_shape(1))
+    products = costs.total - costs.attention - costs.projection_sample  # the output projection is once a prompt, not a token
+    return products / (2 * config.num_layers * config.q_size) - 1
+
+
+def context_limit(config: ModelConfig, ridge: float, itemsize: int) -> float:
+    """Context C from which no batch makes decode compute-bound; infinite where attention itself is above the ridge.
+
+    A further request adds 2 W + 4 L N D C FLOPs and 2 L K D C numbers, whose ratio is `ridge` at C.
+    """
+    weights = step_flops(config, decode_shape(1, 0)).total  # 2 W
+    room = ridge * config.kv_bytes_per_token(itemsize) - 4 * config.num_layers * config.q_size
+    return weights / room if room > 0 else float("inf")
+
+
+def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str = "nvidia-h200") -> Any:
+    """The ledger's verdicts on `ids`, from this notebook's `rows` alone and from what is recorded for `reference`; Markdown.
+
+    A CPU's rows show the mechanism; the ledger itself does not count them, and the table says so.
+    """
+    from IPython.display import Markdown
+
+    from pdlab.claims import RULES, judge, read_claims
+    from pdlab.claims.evidence import Evidence
+
+    class Own(Evidence):
+        def all(self, experiment: str) -> list[Row]:
+            return [row for row in rows if row.ok and row.experiment == experiment]
+
+    rows = list(rows)
+    recorded = {v.id: v for v in judge(reference)}
+    here = "this CPU (shows the mechanism, does not count)" if not lab.machine.is_gpu else f"this {lab.machine.name}"
+    lines = [f"| claim | the article | {here} | recorded on {reference} | why |", "|---|---|---|---|---|"]
+    for claim in (c for c in read_claims() if c.id in ids):
+        finding = RULES[claim.rule](Own(lab.machine.slug), claim)
+        ledger = recorded[claim.id]
+        why = finding.reason if finding.verdict != "not_measured" else ledger.reason
+        cells = (f"**{claim.id}** {claim.claim}", claim.article, _words(finding.verdict), _words(ledger.verdict), why)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return Markdown("\n".join(lines))
+
+
+def _words(verdict: str) -> str:
+    return f"**{verdict.replace('_', ' ')}**"
