@@ -99,7 +99,7 @@ def measure(device: str = "auto", dtype: str | None = None, quick: bool = True) 
     nbytes, n = _buffer_bytes(machine, quick), 10 if quick else 20
     read, _ = measure_read(machine, nbytes, n)
     copy = measure_copy(machine, nbytes, n)
-    sizes = (4096, 8192) if machine.is_gpu else (512,)
+    sizes = (4096, 8192) if machine.is_gpu else (512, 1024)
     product = max(measure_matmul(machine, dtype or machine.dtype, size, n).median for size in sizes)
     _release(machine)
     return Ceilings(read.median * 1e12, copy.median * 1e12, product * 1e12, "measured")
