@@ -23,13 +23,15 @@ def make_allocator(config: EngineConfig, capacity: int, *, max_len: int) -> Allo
     if c.kv_allocator == "contiguous_pool":
         return ContiguousPool(capacity, quantum=c.page_size, fit=c.pool_fit, headroom=c.pool_headroom)
     if c.kv_allocator == "per_request":
-        return PerRequest(capacity, max_len=max_len, quantum=c.page_size)
+        return PerRequest(capacity, max_len=max_len, quantum=c.page_size, promised=c.promised_output_tokens)
     if c.kv_allocator == "hybrid":
         return Hybrid(
             capacity,
             c.page_size,
             threshold=c.hybrid_threshold,
             waste=c.hybrid_waste,
+            max_len=max_len,
+            promised=c.promised_output_tokens,
             fit=c.pool_fit,
             prefix_reuse=c.prefix_reuse,
         )

@@ -158,13 +158,17 @@ class ExtentAllocator(Allocator):
     def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:
         piece = self._pieces.get(rid)
         if piece is None:
-            ok = self._add(rid, self.first_size(n_tokens, longest)) is not None
-            self.refusals += not ok
-            return ok
+            size = self.first_size(n_tokens, longest)
+            return self._add(rid, size) is not None or self.refuse(size)
         if n_tokens > piece.size and not self.enlarge(rid, piece, n_tokens):
-            self.refusals += 1
-            return False
+            return self.refuse(n_tokens)
         return True
+
+    def refuse(self, n_tokens: int) -> bool:
+        """Counts a refusal; the answer to give is False."""
+        self.refusals += 1
+        self.refused_in_pieces += self.rounded(max(n_tokens, 1)) <= self._free.total
+        return False
 
     def _add(self, rid: int, size: int) -> Piece | None:
         size = self.rounded(max(size, 1))

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from pdlab.allocators.extents import FreeExtents
+from pdlab.allocators.interface import promised_length
 from pdlab.allocators.paged import Paged
 from pdlab.allocators.pages import FreeList
 
@@ -65,11 +66,14 @@ class Hybrid(Paged):
         *,
         threshold: int | None = None,
         waste: float = 0.02,
+        max_len: int = 0,
+        promised: int | None = None,
         fit: str = "first",
         prefix_reuse: bool = False,
     ) -> None:
         self.fit = fit
         self.fixed_threshold = threshold
+        self.max_len, self.promised = max_len, promised
         self.rule = ThresholdRule(waste)
         self._promised: dict[int, tuple[int, int]] = {}  # request -> (longest, tokens at its first reserve)
         self._runs: dict[int, range] = {}  # request -> its run of pages
@@ -85,10 +89,11 @@ class Hybrid(Paged):
 
     def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:
         if longest and rid not in self._promised:
-            if max(longest, n_tokens) <= self.threshold:
-                self._take_run(rid, max(longest, n_tokens))
+            ahead = promised_length(n_tokens, longest, self.promised, self.max_len)
+            if ahead <= self.threshold:
+                self._take_run(rid, ahead)
             if super().reserve(rid, n_tokens):
-                self._promised[rid] = (max(longest, n_tokens), n_tokens)
+                self._promised[rid] = ahead, n_tokens
                 return True
             return False
         return super().reserve(rid, n_tokens)

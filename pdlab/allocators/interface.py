@@ -28,6 +28,13 @@ from pdlab.core.plan import KVCopy, KVOp
 FREE, RETIRED, CACHED, SHARED = -1, -2, -3, -4
 
 
+def promised_length(n_tokens: int, longest: int, promised: int | None, max_len: int) -> int:
+    """Tokens that a scheme which reserves ahead makes room for: the request's longest possible length, or, where a service
+    promises every request `promised` tokens of output whatever it will need, at least its first tokens and those."""
+    ahead = longest if promised is None or not longest else max(longest, min(n_tokens + promised, max_len))
+    return max(n_tokens, ahead)
+
+
 @dataclass(frozen=True)
 class AllocatorStats:
     """Slots throughout; waste as shares 0...1."""
@@ -58,6 +65,7 @@ class Allocator(ABC):
     page_size: int  # tokens a page; 1 for extents
     capacity: int  # slots
     refusals: int = 0  # reserve() calls that were refused so far
+    refused_in_pieces: int = 0  # of those, with as much memory free as was wanted, but in too small pieces
 
     @abstractmethod
     def reserve(self, rid: int, n_tokens: int, longest: int = 0) -> bool:

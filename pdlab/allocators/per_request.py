@@ -7,6 +7,7 @@ virtual addresses within the same budget that the other schemes have, found by f
 from __future__ import annotations
 
 from pdlab.allocators.extents import ExtentAllocator, Piece
+from pdlab.allocators.interface import promised_length
 from pdlab.core.errors import AllocatorError
 from pdlab.core.plan import KVAllocate, KVCopy, KVFree
 
@@ -19,12 +20,12 @@ class PerRequest(ExtentAllocator):
     allocation and one free a request.
     """
 
-    def __init__(self, capacity: int, *, max_len: int, quantum: int = 16) -> None:
+    def __init__(self, capacity: int, *, max_len: int, quantum: int = 16, promised: int | None = None) -> None:
         super().__init__(capacity, quantum, "first")
-        self.max_len = max_len
+        self.max_len, self.promised = max_len, promised
 
     def first_size(self, n_tokens: int, longest: int) -> int:
-        return max(n_tokens, longest or self.max_len)
+        return promised_length(n_tokens, longest or self.max_len, self.promised, self.max_len)
 
     def enlarge(self, rid: int, piece: Piece, n_tokens: int) -> bool:
         raise AllocatorError(

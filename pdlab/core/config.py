@@ -54,6 +54,7 @@ class EngineConfig:
     prefix_reuse: bool = False  # full pages of equal prompts are shared (paged, hybrid)
     pool_fit: str = "first"  # which free extent a request is given: the first or the best that fits
     pool_headroom: float = 0.0625  # contiguous_pool: room to grow that an extent starts with, as a share of its length
+    promised_output_tokens: int | None = None  # output that per_request and hybrid make room for; None: max_tokens
     hybrid_threshold: int | None = None  # tokens: requests that cannot exceed it go to the pool; None learns it
     hybrid_waste: float = 0.02  # share of memory that the learned threshold lets the pool waste, [0, 1)
     compact_every: int | None = None  # compact after so many ended requests
@@ -103,7 +104,7 @@ class EngineConfig:
             "use auto, cpu, cuda or cuda:N",
         )
         _check(_is_int(self.page_size) and 1 <= self.page_size <= 256, "page_size", self.page_size, "use 1 to 256 tokens")
-        for name in ("kv_capacity_tokens", "max_model_len", "hybrid_threshold", "compact_every"):
+        for name in ("kv_capacity_tokens", "max_model_len", "promised_output_tokens", "hybrid_threshold", "compact_every"):
             value = getattr(self, name)
             _check(
                 value is None or (_is_int(value) and value >= 1),

@@ -24,15 +24,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tokens_survive_any_interleaving(case: str) -> None:
+def play(case: str, examples: int, steps: int) -> None:
     config, capacity = CASES[case]
 
     def make() -> Allocator:
         return make_allocator(config, capacity, max_len=EngineMachine.longest)
 
     machine = type("Machine", (EngineMachine,), {"make": staticmethod(make)})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)),
-    )
+    how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(machine, settings=how)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_survive_any_interleaving(case: str) -> None:
+    play(case, examples=20, steps=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_survive_any_long_interleaving(case: str) -> None:
+    play(case, examples=150, steps=150)

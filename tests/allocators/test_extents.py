@@ -147,6 +147,24 @@ def test_pieces_of_their_own_are_made_once_and_given_back_once() -> None:
         a.reserve(2, 41)
 
 
+def test_a_service_that_promises_output_reserves_it_for_everybody() -> None:
+    a = PerRequest(4000, max_len=1000, promised=300)
+    for rid, (n, longest, room) in enumerate([(50, 60, 352), (800, 850, 1008), (50, 500, 512)]):
+        assert a.reserve(rid, n, longest)
+        assert a.room(rid) == room  # whole quanta of 16
+    h = Hybrid(4000, 16, threshold=360, max_len=1000, promised=300)
+    assert h.reserve(1, 50, 60)
+    assert h.reserve(2, 100, 110)
+    assert h.split() == (22, 7)
+
+
+def test_refusals_for_want_of_one_large_piece_are_told_apart() -> None:
+    pool = holes("first")
+    assert not pool.reserve(9, 61)
+    assert not pool.reserve(9, 101)
+    assert (pool.refusals, pool.refused_in_pieces) == (2, 1)
+
+
 def test_pieces_of_different_lengths_leave_free_memory_that_no_request_can_use() -> None:
     a = PerRequest(96, max_len=96, quantum=1)
     for rid in range(4):
@@ -242,7 +260,8 @@ def test_memory_for_less_than_one_piece_is_refused_with_what_would_do(kind: str)
 
 @pytest.mark.parametrize(
     "setting",
-    [{"pool_fit": "worst"}, {"pool_headroom": 1.0}, {"hybrid_threshold": 0}, {"hybrid_waste": -0.1}, {"compact_every": 0},
+    [{"pool_fit": "worst"}, {"pool_headroom": 1.0}, {"hybrid_threshold": 0}, {"promised_output_tokens": 0},
+     {"hybrid_waste": -0.1}, {"compact_every": 0},
      {"compact_threshold": 0.0}, {"compact_threshold": 1.5}, {"compact_budget": 0}],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_by_name(setting: dict[str, Any]) -> None:
