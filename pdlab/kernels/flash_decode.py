@@ -307,8 +307,10 @@ def flash_decode(
 
     q [T, N, D] with contiguous D (a view of packed qkv is fine); view.k and view.v [pages, K, page_size, D] of one layer, equal
     strides; the new tokens' own K and V are already written. Returns `out` [T, N, D], made with torch.empty when absent.
-    A request whose cache is empty gets zeros. With `tile.pdl` the kernel reads lengths and tables before the kernel launched
-    just before it has ended, so that one must not be what writes them. `workspace` must fit `programs`, max_q * N/K rows and batch * K segments.
+    A request whose cache is empty gets zeros. `workspace` must fit `programs`, max_q * N/K rows and batch * K segments.
+
+    With `tile.pdl` the kernel reads lengths and tables before the kernel launched just before it has ended, so that one must
+    not be what writes them.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = view.k.shape[1]
@@ -319,7 +321,7 @@ def flash_decode(
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     head_pad = padded_head(head_dim)
     rows_pad = triton.next_power_of_2(rows)
-    parts = max(1, min(16, 1024 * tile.warps // (rows_pad * head_pad)))
+    parts = max(1, min(32, 2048 * tile.warps // (rows_pad * head_pad)))
     flash_decode_kernel[(programs,)](
         q, view.k, view.v, out, view.block_table, view.base, view.seq_lens, view.cu_q,
         workspace.part_o, workspace.part_lse, workspace.counters,

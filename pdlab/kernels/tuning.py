@@ -113,12 +113,14 @@ class Tuning:
 
 
 def decode_rule(shared_bytes: int, head_dim: int, rows: int) -> DecodeTile:
-    """Two resident blocks, each with two tiles of K and V in flight while a third is computed with."""
+    """Two resident blocks, each with two tiles of K and V on their way while a third is computed with."""
     width = max(16, 1 << (head_dim - 1).bit_length())
-    for block_n, stages in ((64, 3), (32, 3), (16, 3), (16, 2)):
-        if 2 * (stages - 1) * 2 * block_n * width * 2 + (8 << 10) <= shared_bytes // (1 if width > 128 else 2):
-            return DecodeTile(block_n, 4, stages, 1 if width > 128 else 2)
-    return DecodeTile(16, 4, 1, 1)
+    warps, blocks = (8, 1) if width > 128 or rows > 32 else (4, 2)
+    for block_n, stages in ((64, 3), (32, 3), (16, 3)):
+        on_their_way = 2 * (stages - 1) * block_n * width * 2
+        if on_their_way + (10 << 10) <= shared_bytes // blocks:  # the rest: p, reductions, CUDA's own reserve
+            break
+    return DecodeTile(block_n, warps, stages, blocks)
 
 
 def prefill_rule(capability: tuple[int, int], head_dim: int, queries: int) -> PrefillTile:
@@ -129,12 +131,12 @@ def prefill_rule(capability: tuple[int, int], head_dim: int, queries: int) -> Pr
     width = max(16, 1 << (head_dim - 1).bit_length())
     if capability[0] == 9:
         if width > 128:
-            return PrefillTile(128, 64, 8, 2)
+            return PrefillTile(128, 32, 8, 2)
         if queries <= 256:
             return PrefillTile(64, 64 if width > 64 else 128, 4, 2)
         return PrefillTile(128, 128, 8, 2 if width > 64 else 3)
     if width > 128:
-        return PrefillTile(64, 32, 8, 1)
+        return PrefillTile(64, 32, 8, 2)
     if width > 64:
         return PrefillTile(64, 32, 4, 2) if queries <= 256 else PrefillTile(128, 32, 8, 2)
     return PrefillTile(64, 64, 4, 2) if queries <= 256 else PrefillTile(128, 64, 8, 2)

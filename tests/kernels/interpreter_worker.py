@@ -1,0 +1,115 @@
+"""Runs the attention kernels in Triton's interpreter: one JSON request a line in, one JSON answer a line out.
+
+A process of its own, because TRITON_INTERPRET must be set before triton is first imported, and other tests import it without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+from attention_cases import contiguous_case, make_case, oracle, relative
+
+from pdlab.kernels.flash_decode import Workspace, flash_decode
+from pdlab.kernels.flash_prefill import flash_prefill, tile_of_rank
+from pdlab.kernels.online_softmax import exact_attention, hard_cases
+from pdlab.kernels.tuning import DecodeTile, PrefillTile
+
+NAN = float("nan")
+
+
+def decode(case: dict[str, Any], programs: int, max_q: int = 1, block_n: int = 32, times: int = 2) -> dict[str, Any]:
+    """Errors, whether rows of longer requests were left alone, and what the counters hold after the launches."""
+    q, view = make_case(**case)
+    rows = max_q * case["heads"] // case["kv_heads"]
+    segments = len(case["lens"]) * case["kv_heads"]
+    work = Workspace.create("cpu", programs=programs, rows=rows, head_dim=case["dim"], segments=segments)
+    for _ in range(times):
+        out = torch.full_like(q, NAN)
+        flash_decode(q, view, work, DecodeTile(block_n, 4, 2, 1), programs, max_q=max_q, out=out)
+    return judge(out, oracle(q, view), case, lambda n: 0 < n <= max_q) | {"counters": int(work.counters.abs().sum())}
+
+
+def prefill(
+    case: dict[str, Any], causal: bool = True, min_q: int = 1, heads_at_once: int = 8, block_m: int = 32
+) -> dict[str, Any]:
+    q, view = make_case(**case)
+    out = torch.full_like(q, NAN)
+    l2 = heads_at_once * 2 * sum(case["lens"]) * case["dim"] * q.element_size()
+    flash_prefill(q, view, PrefillTile(block_m, 32, 4, 2), causal=causal, min_q=min_q, l2_bytes=l2, out=out)
+    return judge(out, oracle(q, view, causal), case, lambda n: n >= min_q)
+
+
+def judge(out: torch.Tensor, truth: torch.Tensor, case: dict[str, Any], ours: Any) -> dict[str, Any]:
+    keep = torch.cat([torch.full((n,), bool(ours(n))) for n in case["queries"]])
+    return {"error": relative(out[keep], truth[keep]), "others_untouched": bool(out[~keep].isnan().all())}
+
+
+def hard(kernel: str, name: str, dtype: str, tile: int) -> dict[str, Any]:
+    """Error of one head on a numerically hard case, without its mask."""
+    case = hard_cases(getattr(torch, dtype), n=8)[name]
+    q, view = contiguous_case(case["q"], case["k"], case["v"])
+    if kernel == "decode":
+        work = Workspace.create("cpu", programs=2, rows=8, head_dim=64, segments=1)
+        view, each = replace(view, cu_q=torch.tensor([0, 1], dtype=torch.int32)), DecodeTile(tile, 4, 2, 1)
+        out = torch.cat([flash_decode(q[i : i + 1], view, work, each, 2) for i in range(len(q))])
+    else:
+        out = flash_prefill(q, view, PrefillTile(16, tile, 4, 1), causal=False)
+    return {"error": relative(out[:, 0], exact_attention(case["q"], case["k"], case["v"]))}
+
+
+def far_pages(kernel: str) -> dict[str, Any]:
+    """Pages that lie more than 2^31 elements into the memory; the memory is reserved, but only touched where used."""
+    q, view = make_case([40], [1 if kernel == "decode" else 40], heads=2, kv_heads=2, dim=16, page=16)
+    pages = 2**31 // view.k[0].numel() + 8
+    try:
+        caches = [torch.empty((pages, *view.k.shape[1:])) for _ in range(2)]
+    except RuntimeError as error:
+        return {"skip": str(error)[:100]}
+    for far, near in zip(caches, (view.k, view.v)):
+        far[pages - len(near) :] = near
+    moved = replace(view, k=caches[0], v=caches[1], block_table=view.block_table + (pages - len(view.k)))
+    if kernel == "decode":
+        work = Workspace.create("cpu", programs=2, rows=1, head_dim=16, segments=2)
+        out = flash_decode(q, moved, work, DecodeTile(32, 4, 2, 1), 2)
+    else:
+        out = flash_prefill(q, moved, PrefillTile(32, 32, 4, 1))
+    return {"error": relative(out, oracle(q, view))}
+
+
+@triton.jit
+def ranks_kernel(TILES, DONE, OUT, total, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    tiles, done = tl.load(TILES + lanes), tl.load(DONE + lanes)
+    for rank in range(0, total):
+        request, tile = tile_of_rank(rank, tiles, done, lanes, LANES)
+        tl.store(OUT + 2 * rank, request)
+        tl.store(OUT + 2 * rank + 1, tile)
+
+
+def ranks(tiles: list[int], done: list[int]) -> dict[str, Any]:
+    out = torch.zeros(sum(tiles), 2, dtype=torch.int32)
+    counts, costs = (torch.tensor(x, dtype=torch.int32) for x in (tiles, done))
+    ranks_kernel[(1,)](counts, costs, out, sum(tiles), LANES=len(tiles))
+    return {"order": out.tolist()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    calls = {f.__name__: f for f in (decode, prefill, hard, far_pages, ranks)}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = calls[request["call"]](**request["arguments"])
+        except Exception:
+            answer = {"failed": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)

@@ -1,0 +1,125 @@
+"""The attention that a step gets: by device, by force, by a measured table; and the library backends against float64."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attention_cases import make_case, oracle, relative
+
+from pdlab.core.config import EngineConfig
+from pdlab.core.errors import DeviceUnavailable, MeasurementError
+from pdlab.kernels import dispatch, tuning
+from pdlab.kernels.dispatch import choose, default_backend, make_ops, why_not
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+MIXED: list[dict[str, Any]] = [
+    {"lens": [5, 133, 64, 1], "queries": [1, 1, 1, 1], "heads": 6, "kv_heads": 2, "dim": 24, "page": 7},
+    {"lens": [90, 13, 64, 30, 77], "queries": [50, 13, 1, 1, 77], "heads": 4, "kv_heads": 4, "dim": 40, "page": 16},
+    {"lens": [90, 13, 64, 30], "queries": [50, 13, 1, 3], "heads": 6, "kv_heads": 2, "dim": 16, "page": 1, "paged": False},
+]
+
+
+@pytest.mark.parametrize("name", ["auto", "plain", "sdpa"])
+@pytest.mark.parametrize("case", MIXED, ids=["decodes", "mixed", "extents"])
+def test_backends_match_float64_on_mixed_steps(name: str, case: dict[str, Any]) -> None:
+    q, view = make_case(**case)
+    ops = make_ops(EngineConfig(attention=name), Shape(case["heads"], case["kv_heads"], case["dim"]), "cpu", "float32")
+    # float32 sums of at most 133 terms in another order
+    assert relative(ops.attention(q, view), oracle(q, view)) < 2e-6
+
+
+def test_sdpa_decodes_without_host_lengths_as_in_a_captured_graph() -> None:
+    from dataclasses import replace
+
+    q, view = make_case(**MIXED[0])
+    ops = make_ops(EngineConfig(attention="sdpa"), Shape(6, 2, 24), "cpu", "float32")
+    assert relative(ops.attention(q, replace(view, host_lens=())), oracle(q, view)) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_a_forced_backend_that_cannot_run_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(DeviceUnavailable, match=f"attention='{name}' is not possible here: .*(CUDA device|not installed)"):
+        make_ops(EngineConfig(attention=name), Shape(2, 2, 16), "cpu", "float32")
+
+
+def test_kernels_built_on_products_are_never_chosen_below_8_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "_missing", lambda module: None)
+    assert default_backend((7, 5), "float16") == "sdpa"
+    assert "7.5" in (why_not("triton", (7, 5)) or "")
+    assert default_backend(None, "float32") == "plain"
+    assert default_backend((8, 0), "bfloat16") == "triton"
+    assert default_backend((9, 0), "float32") == "sdpa"
+
+
+def test_flash_attn_needs_pages_of_a_multiple_of_256() -> None:
+    unfit = dispatch._unfit("flash_attn", EngineConfig(page_size=16), Shape(8, 8, 64))
+    assert unfit is not None
+    assert "256" in unfit
+    assert dispatch._unfit("flash_attn", EngineConfig(page_size=256), Shape(8, 8, 64)) is None
+
+
+def test_head_sizes_above_256_are_not_the_kernels() -> None:
+    assert dispatch._unfit("triton", EngineConfig(), Shape(8, 8, 320)) is not None
+
+
+def test_the_first_rule_that_fits_decides_and_none_leaves_the_default() -> None:
+    rules = [
+        {"phase": "prefill", "max_q": 512, "dtype": "bfloat16", "backend": "sdpa:cudnn"},
+        {"phase": "prefill", "backend": "triton"},
+        {"phase": "decode", "max_batch": 2, "max_kv": 4096, "backend": "plain"},
+    ]
+    facts = {"dtype": "bfloat16", "head_dim": 128}
+    assert choose(rules, "default", q=512, kv=9999, batch=64, **facts) == "sdpa:cudnn"
+    assert choose(rules, "default", q=513, kv=9999, batch=64, **facts) == "triton"
+    assert choose(rules, "default", q=1, kv=4096, batch=2, **facts) == "plain"
+    assert choose(rules, "default", q=1, kv=4097, batch=2, **facts) == "default"
+
+
+def test_the_users_table_overrides_the_rule_and_a_broken_one_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path))
+    (tmp_path / "tuning").mkdir()
+    tile = {"block_n": 32, "warps": 2, "stages": 5, "blocks_per_sm": 3, "note": "ignored"}
+    entries = {"attention_tiles": [{"kind": "decode", "head_dim": 128, "max_rows": 16, **tile}]}
+    (tmp_path / "tuning" / "some-gpu.json").write_text(json.dumps(entries))
+    (tmp_path / "tuning" / "other-gpu.json").write_text("{")
+    tuning.table.cache_clear()
+    try:
+        device = tuning.Tuning("some-gpu", (9, 0), 132, 50 << 20)
+        assert device.decode(128, 4) == tuning.DecodeTile(32, 2, 5, 3)
+        assert device.decode(128, 32) == tuning.decode_rule(device.shared_bytes, 128, 32)
+        assert device.most_decode_programs(128) == 3 * 132
+        with pytest.raises(MeasurementError, match="other-gpu"):
+            tuning.Tuning("other-gpu", (9, 0), 132, 50 << 20).decode(128, 4)
+    finally:
+        tuning.table.cache_clear()
+
+
+def test_backends_are_listed_with_reasons_even_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pdlab.kernels.dispatch import backends\n"
+        "import json; print(json.dumps(backends()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert set(found) == {"plain", "sdpa", "triton", "flash_attn"}
+    assert not any(usable for usable, _ in found.values())
+    assert all(reason for _, reason in found.values())
