@@ -29,7 +29,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 GROUP, PAGE, LANES = 4, 16, 32
 # what a launch would find out about its arguments: torch's allocations and these shapes' strides are multiples of 16
 INTEGERS = ("TABLE", "LENS", "CU_Q", "COUNTERS")
-POINTERS = {name: "*bf16" for name in ("Q", "K", "V", "OUT")} | {name: "*i32" for name in INTEGERS} | {"BASE": "*i64"}
+POINTERS = dict.fromkeys(("Q", "K", "V", "OUT"), "*bf16") | dict.fromkeys(INTEGERS, "*i32") | {"BASE": "*i64"}
 POINTERS |= {"PART_O": "*fp32", "PART_LSE": "*fp32"}
 STRIDES = ("page_stride", "head_stride", "row_stride", "q_token_stride", "q_head_stride", "o_token_stride", "o_head_stride")
 
@@ -62,7 +62,7 @@ def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) 
     kernel = flash_decode_kernel if kind == "decode" else flash_prefill_kernel
     tile = tuning.decode(head, tokens * GROUP) if kind == "decode" else tuning.prefill(head, tokens, PAGE)
     fixed = constants(kind, tile, head, tokens)
-    types = {name: "constexpr" for name in fixed} | POINTERS | {"scale_log2": "fp32"}
+    types = dict.fromkeys(fixed, "constexpr") | POINTERS | {"scale_log2": "fp32"}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     at = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     source = ASTSource(
