@@ -57,7 +57,8 @@ def find(name: str) -> list[Path]:
         return [Path(name).resolve()]
     folder = notebooks_dir()
     if folder and "/" not in name:
-        patterns = [name, f"{name}.ipynb", *([f"{name}_*.ipynb"] if name.isdigit() else [])]
+        # YAML reads an unquoted 01 as the number 1
+        patterns = [name, f"{name}.ipynb", *([f"{name.zfill(2)}_*.ipynb"] if name.isdigit() else [])]
         for pattern in patterns:
             if pattern.endswith(".ipynb") and (hits := sorted(folder.glob(pattern))):
                 return hits
