@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ALLOCATORS = ("paged", "contiguous_pool", "per_request", "hybrid")
 FITS = ("first", "best")
 ATTENTION = ("auto", "plain", "sdpa", "triton", "flash_attn")
+OPS = ("auto", "reference", "fused")
 BATCHING = ("continuous_chunked", "continuous", "static", "one_at_a_time", "article", "article_mended")
 POLICIES = (
     "fcfs", "sjf", "sjf_aging", "least_remaining", "priority", "deadline", "oracle", "article", "article_no_ties",
@@ -53,7 +54,7 @@ class EngineConfig:
     kv_memory_utilization: float = 0.9  # share of the free device memory given to KV, (0, 1]
     prefix_reuse: bool = False  # full pages of equal prompts are shared (paged, hybrid)
     pool_fit: str = "first"  # which free extent a request is given: the first or the best that fits
-    pool_headroom: float = 0.0625  # contiguous_pool: room to grow that an extent starts with, as a share of its length
+    pool_headroom: float = 0.25  # contiguous_pool: room to grow that an extent starts with, as a share of its length
     promised_output_tokens: int | None = None  # output that per_request and hybrid make room for; None: max_tokens
     hybrid_threshold: int | None = None  # tokens: requests that cannot exceed it go to the pool; None learns it
     hybrid_waste: float = 0.02  # share of memory that the learned threshold lets the pool waste, [0, 1)
@@ -64,6 +65,7 @@ class EngineConfig:
 
     # attention and model operations
     attention: str = "auto"
+    ops: str = "auto"  # model operations: plain PyTorch (reference), or fused kernels; auto: fused from capability 8.0 on
     cuda_graphs: bool = True  # decode steps replay captured graphs; only where there is a CUDA device
 
     # batching and scheduling
@@ -91,6 +93,7 @@ class EngineConfig:
             ("kv_allocator", ALLOCATORS),
             ("pool_fit", FITS),
             ("attention", ATTENTION),
+            ("ops", OPS),
             ("batching", BATCHING),
             ("policy", POLICIES),
             ("estimator", ESTIMATORS),

@@ -131,7 +131,22 @@ def make_ops(config: EngineConfig, model_config: HeadShape, device: Any, dtype: 
             for rule in table(tuning.device).get("attention_dispatch", [])
             if not (why_not(b := rule["backend"].partition(":")[0], capability) or _unfit(b, config, model_config))
         ]
-    return DispatchedOps(rules, default, model_config, max(1, config.max_batch_requests), device, name, tuning)
+    arguments = (rules, default, model_config, max(1, config.max_batch_requests), device, name, tuning)
+    if _fused(config.ops, capability, name, model_config):
+        from pdlab.kernels.fused_ops import FusedOps
+
+        return FusedOps(*arguments)
+    return DispatchedOps(*arguments)
+
+
+def _fused(ops: str, capability: tuple[int, int] | None, dtype: str, model: HeadShape) -> bool:
+    """Whether the operations around attention are the fused kernels."""
+    if ops == "reference":
+        return False
+    reason = why_not("triton", capability) or ("the model's head size is odd" if model.head_dim % 2 else None)
+    if ops == "fused" and reason:
+        raise DeviceUnavailable(f"ops='fused' is not possible here: {reason}", "use ops='auto'")
+    return reason is None and (ops == "fused" or (capability is not None and dtype != "float32"))
 
 
 def _unfit(backend: str, config: EngineConfig, model: HeadShape) -> str | None:

@@ -1,0 +1,103 @@
+"""The operations of a model by fused kernels: one launch each for decode batches, cuBLAS with fused neighbours for prompts.
+
+Up to MAX_ROWS new tokens a product reads its weights in the time that bandwidth allows, so what surrounds it (norm, rotary
+embedding, cache write, activation, residual) rides along in its kernel. Beyond, products belong to cuBLAS and its tensor
+core pipelines, and what surrounds them takes one pass a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pdlab.kernels.dispatched_ops import DispatchedOps
+from pdlab.kernels.filtered_sample import filtered_sample
+from pdlab.kernels.kv_view import KVView
+from pdlab.kernels.norm_product import GELU, NOTHING, SWIGLU, norm_product
+from pdlab.kernels.norm_qkv_rope import norm_qkv_rope
+from pdlab.kernels.ops import HeadWeights, LayerWeights, NormWeights, RopeTable, SampleResult, SamplingBatch
+from pdlab.kernels.product_tiles import MAX_ROWS, ProductTile, product_tile
+from pdlab.kernels.products import Workspace
+from pdlab.kernels.projection_sample import GREEDY, LOGITS, MAX_SAMPLED, RANDOM, Race, project
+from pdlab.kernels.reference_sampling import sample_from_logits
+from pdlab.kernels.residual_product import residual_product
+from pdlab.kernels.row_kernels import norm_rows, rope_rows, silu_product
+
+
+class FusedOps(DispatchedOps):
+    """Holds the workspaces of its kernels, so steps must not overlap on two streams."""
+
+    def __init__(self, *args: Any, pdl: bool | None = None) -> None:
+        super().__init__(*args)
+        self.pdl = self.tuning.capability >= (9, 0) if pdl is None else pdl
+        self.workspace, self.race = Workspace(self.device), Race(self.device)
+        self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
+
+    def tile(self, op: str, weight: torch.Tensor, batch: int) -> ProductTile:
+        key = (op, *weight.shape, batch)
+        if key not in self._tiles:
+            tile = product_tile(self.tuning, op, weight.shape[0], weight.shape[1], batch)
+            self._tiles[key] = replace(tile, pdl=tile.pdl and self.pdl)
+        return self._tiles[key]
+
+    def _normed(self, x: torch.Tensor, norm: NormWeights, tile: ProductTile) -> tuple[torch.Tensor, bool]:
+        """x as the product's kernel wants it, and whether it is normed already."""
+        return (x, False) if tile.norm_inside else (norm_rows(x, norm, pdl=tile.pdl), True)
+
+    def norm_qkv_rope(self, x: torch.Tensor, w: LayerWeights, rope: RopeTable | None, view: KVView) -> torch.Tensor:
+        if len(x) > MAX_ROWS:
+            return rope_rows(F.linear(norm_rows(x, w.attn_norm), w.qkv, w.qkv_bias), w, rope, view)
+        tile = self.tile("norm_qkv_rope", w.qkv, len(x))
+        x, normed = self._normed(x, w.attn_norm, tile)
+        if w.q_norm is not None:  # needs a whole head at once
+            packed = norm_product(x, w.attn_norm, w.qkv, w.qkv_bias, NOTHING, tile, self.workspace, normed=normed)
+            return rope_rows(packed, w, rope, view, pdl=tile.pdl)
+        return norm_qkv_rope(x, w, rope, view, tile, self.workspace, normed=normed)
+
+    def out_residual(self, attn: torch.Tensor, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
+        return self._residual("out_residual", attn.reshape(len(x), -1), x, w.out, w.out_bias)
+
+    def down_residual(self, u: torch.Tensor, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
+        return self._residual("down_residual", u, x, w.down, w.down_bias)
+
+    def _residual(
+        self, op: str, u: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if len(x) > MAX_ROWS:
+            out = torch.addmm(x, u, weight.T)
+            return out if bias is None else out.add_(bias)
+        return residual_product(u, weight, bias, x, self.tile(op, weight, len(x)), self.workspace)
+
+    def norm_mlp_up(self, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
+        activation = GELU if w.up.shape[0] == w.down.shape[1] else SWIGLU
+        if len(x) > MAX_ROWS:
+            up = F.linear(norm_rows(x, w.mlp_norm), w.up, w.up_bias)
+            return F.gelu(up, approximate="tanh") if activation == GELU else silu_product(up)
+        tile = self.tile("norm_mlp_up", w.up, len(x))
+        x, normed = self._normed(x, w.mlp_norm, tile)
+        return norm_product(x, w.mlp_norm, w.up, w.up_bias, activation, tile, self.workspace, normed=normed)
+
+    def projection_sample(self, x: torch.Tensor, head: HeadWeights, sampling: SamplingBatch) -> SampleResult:
+        x = x.contiguous()
+        if sampling.any_filter or sampling.seen is not None or sampling.num_logprobs >= 0:
+            logits = self._project(x, head, LOGITS, sampling)
+            if sampling.seen is not None or sampling.num_logprobs >= 0:
+                return sample_from_logits(logits, sampling)
+            return SampleResult(filtered_sample(logits, sampling))
+        return SampleResult(self._project(x, head, RANDOM if sampling.any_random else GREEDY, sampling))
+
+    def _project(self, x: torch.Tensor, head: HeadWeights, want: int, sampling: SamplingBatch) -> torch.Tensor:
+        parts = []
+        for i in range(0, len(x), MAX_SAMPLED):
+            rows = slice(i, i + MAX_SAMPLED)
+            part = x[rows]
+            tile = self.tile("projection_sample", head.proj, len(part))
+            part, normed = self._normed(part, head.norm, tile)
+            here = replace(
+                sampling, temperature=sampling.temperature[rows], seed=sampling.seed[rows], position=sampling.position[rows]
+            )
+            parts.append(project(part, head, want, here, tile, self.race, normed=normed))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

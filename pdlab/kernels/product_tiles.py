@@ -1,0 +1,60 @@
+"""Tiles of the fused decode kernels: from this device's measured table, else by a rule. No torch here.
+
+    {"product_tiles": [{"op": "norm_qkv_rope", "outputs": 3072, "k": 2048, "max_batch": 1, "rows": 8, ...}, ...]}
+
+The first entry whose conditions hold counts; see tuning.first_match. `tile_k` is ProductTile.k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from pdlab.kernels.tuning import Tuning, first_match, table
+
+MAX_ROWS = 64  # activation rows up to which the fused kernels run; from there on products are bound by more than bytes
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    rows: int  # weight rows a program holds; a power of two, partners included
+    k: int  # elements of each row that a step of the loop takes
+    split: int  # programs that share a row's elements
+    ahead: int  # tiles asked for before waiting for the kernel launched before (one activation row: at least 1)
+    warps: int
+    stages: int
+    pdl: bool = False  # programmatic dependent launch; Hopper and later
+    norm_inside: bool = True  # False: a kernel of its own norms x first
+
+
+def columns_of(batch: int) -> int:
+    """Activation rows as the kernels hold them: 1, or a power of two from 16 on."""
+    return 1 if batch == 1 else max(16, 1 << (batch - 1).bit_length())
+
+
+def product_tile(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> ProductTile:
+    """`outputs` weight rows of `k` elements, `batch` activation rows."""
+    entry = first_match(table(tuning.device).get("product_tiles", []), op=op, outputs=outputs, k=k, batch=batch)
+    if entry:
+        given = {"k" if name == "tile_k" else name: value for name, value in entry.items()}
+        return ProductTile(**{f.name: given[f.name] for f in fields(ProductTile) if f.name in given} | {"k": entry["tile_k"]})
+    return product_rule(tuning, outputs, k, batch)
+
+
+def product_rule(tuning: Tuning, outputs: int, k: int, batch: int) -> ProductTile:
+    """Enough programs to fill the device twice, each with tens of kilobytes of weights in flight."""
+    pdl = tuning.capability >= (9, 0)
+    wide = 1 << (k - 1).bit_length()
+    columns = columns_of(batch)
+    if columns == 1:
+        tile_k = min(2048 if k % 2048 == 0 and outputs < 16384 else 1024, wide)
+        rows = 8 if k <= 2048 else 4
+        return ProductTile(rows, tile_k, 1, 2 if k >= 8192 else 1, 4 if k <= 2048 else 8, 1, pdl)
+    big = tuning.shared_bytes > (128 << 10)
+    rows = 128 if columns > 64 else 64 if columns > 32 else 32
+    warps = 8 if columns > 64 else 4
+    tile_k = max(16, min(wide, 64 if columns > 64 else 128))
+    stages = 4 if big else 3
+    split = 1
+    while split < 8 and outputs // rows * split < 2 * tuning.multiprocessors and k // (tile_k * split * 2) >= 4:
+        split *= 2
+    return ProductTile(rows, tile_k, split, 4 if pdl else 0, warps, stages, pdl, norm_inside=columns <= 16)

@@ -1,0 +1,150 @@
+"""Final norm, output projection and sampling in one pass over the vocabulary, without writing the logits.
+
+    l[v] = W[v] . norm(x),     token = argmax over v of  l[v]                              (temperature 0)
+                                                     or  l[v] / T + g(seed, position, v)   (Gumbel trick)
+
+An argmax of tiles is the argmax of their argmaxes, so logits and noise never leave the registers: each program sends its
+best as one 64-bit atomic maximum a row, score in the upper half and the complement of the token in the lower, so that equal
+scores go to the lowest id whatever the order of arrival. The last program to finish decodes the winners. The noise is the
+hash of reference_sampling: (seed, position, token id), nothing else.
+
+Bytes: W once, V H itemsize. Bound: bandwidth. 128256 x 4096 in bf16: 1.05 GB, 227 us at 4.63 TB/s.
+
+Filters, penalties and log-probabilities need more than the best: for them the same kernel writes float32 logits instead.
+
+Oracle: reference.ReferenceOps.projection_sample. Twin for the interpreter: this kernel itself (fp16, fp32).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pdlab.kernels.ops import HeadWeights, SamplingBatch
+from pdlab.kernels.product_tiles import ProductTile, columns_of
+from pdlab.kernels.products import LAYER, PLAIN, RMS, constants, products
+
+LOGITS, GREEDY, RANDOM = 0, 1, 2  # what is made of the products
+_LOGITS, _RANDOM = tl.constexpr(LOGITS), tl.constexpr(RANDOM)
+EMPTY = -(1 << 63)  # below the key of any score
+_EMPTY = tl.constexpr(EMPTY)
+MAX_SAMPLED = 256  # rows of one launch
+
+
+@triton.jit
+def _mix32(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _splitmix64(z):
+    z = z + 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def noise_key(seed, position):
+    """Two words a row from which the noise of all its tokens follows."""
+    key = _splitmix64(_splitmix64(seed.to(tl.uint64, bitcast=True)) + position.to(tl.uint64, bitcast=True))
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def gumbel(token, key1, key2):
+    """Standard Gumbel noise; arguments broadcast."""
+    h = _mix32(_mix32(token.to(tl.uint32) + key1) ^ key2)
+    u = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039535522)  # 2^-32, 1 - 2^-24
+    w = 1.0 - u
+    # -log(1 - u), exact where it is small: those win the race
+    e = tl.where(w == 1.0, u, tl.log(w) * u / tl.where(w == 1.0, 1.0, w - 1.0))
+    return -tl.log(e)
+
+
+@triton.jit
+def race_key(score, token):
+    """int64 that orders by score, then by the lowest token; NaN above everything, so that it shows."""
+    bits = tl.where(score == score, score.to(tl.int32, bitcast=True), 0x7FC00000)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def winner(key):
+    """The token of a key, or -1 where its score is NaN or infinite."""
+    ordered = (key >> 32).to(tl.int32)
+    score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    finite = (score == score) & (tl.abs(score) != float("inf"))
+    return tl.where(finite, 0x7FFFFFFF - (key & 0x7FFFFFFF), -1)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def projection_sample_kernel(
+    X, NORM_W, NORM_B, W, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, eps, batch,
+    VOCAB: tl.constexpr,
+    WANT: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    token = tile * ROWS + tl.arange(0, ROWS)
+    rows = tl.minimum(token, VOCAB - 1)
+    m = tl.arange(0, BM)
+    real = m < batch
+    acc, _ = products(X, NORM_W, NORM_B, W, X, X, rows, tile, batch, eps, K, ROWS, BM, BK, 1, AHEAD, NORM, PDL, STAGES)
+    if WANT == _LOGITS:
+        at = m.to(tl.int64)[None, :] * VOCAB + token[:, None]
+        tl.store(OUT + at, acc, mask=(token < VOCAB)[:, None] & real[None, :])
+    else:
+        score = acc
+        if WANT == _RANDOM:
+            temperature = tl.load(TEMPERATURE + m, mask=real, other=0.0)
+            key1, key2 = noise_key(tl.load(SEED + m, mask=real, other=0), tl.load(POSITION + m, mask=real, other=0))
+            noise = gumbel(rows[:, None], key1[None, :], key2[None, :])
+            # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
+            hot = acc / tl.maximum(temperature, 1e-6)[None, :] + noise
+            score = tl.where((temperature > 0)[None, :], hot, acc)
+        keys = race_key(score, rows[:, None])  # rows past the end of the vocabulary repeat the last token's key
+        tl.atomic_max(BEST + m, tl.max(keys, 0), mask=real, sem="relaxed")
+        tl.debug_barrier()  # every thread's maximum comes before the release below
+        if tl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            best = tl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
+            tl.store(OUT + m, winner(best), mask=real)
+            tl.store(BEST + m, tl.full((BM,), _EMPTY, tl.int64), mask=real)  # for the next launch
+            tl.store(DONE, 0)
+
+
+class Race:
+    """Where programs meet: the best key of each row and how many programs are done; as it was between launches."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.best = torch.full((MAX_SAMPLED,), EMPTY, dtype=torch.int64, device=device)
+        self.done = torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def project(
+    x: torch.Tensor, head: HeadWeights, want: int, sampling: SamplingBatch, tile: ProductTile, race: Race,
+    *, normed: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Tokens i64[S] (GREEDY, RANDOM) or float32 logits [S, V] (LOGITS) of x [S, H], contiguous, S up to MAX_SAMPLED.
+
+    A row with a logit that is NaN or infinite gets token -1. `normed`: x has been through the norm already. Rows of
+    temperature 0 are greedy under RANDOM too. `tile.split` is not used: a vocabulary has tiles enough.
+    """
+    rows, k = x.shape
+    vocab = head.proj.shape[0]
+    columns = columns_of(rows)
+    kind = PLAIN if normed else RMS if head.norm.bias is None else LAYER
+    shape, dtype = ((rows, vocab), torch.float32) if want == LOGITS else ((rows,), torch.int64)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    norm = head.norm
+    projection_sample_kernel[(triton.cdiv(vocab, tile.rows),)](
+        x, norm.weight, norm.weight if norm.bias is None else norm.bias, head.proj, sampling.temperature, sampling.seed,
+        sampling.position, out, race.best, race.done, norm.eps, rows, VOCAB=vocab, WANT=want,
+        **constants(tile, columns, k, kind),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,100 @@
+"""Compiles (never runs) the fused kernels with the tiles that a device gets, and prints what each takes, as JSON.
+
+    python fused_compile_worker.py '[["norm_qkv_rope", [9, 0], "llama-1b", 1], ...]'
+
+A job is kernel, capability, catalogue model, and activation rows. Run in a process without TRITON_INTERPRET, under which
+nothing would be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from compile_worker import resources
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pdlab.kernels.filtered_sample import filtered_sample_kernel
+from pdlab.kernels.norm_product import GELU, SWIGLU, norm_product_kernel
+from pdlab.kernels.norm_qkv_rope import norm_qkv_rope_kernel
+from pdlab.kernels.product_tiles import ProductTile, columns_of, product_tile
+from pdlab.kernels.products import LAYER, PLAIN, RMS, constants
+from pdlab.kernels.projection_sample import RANDOM, projection_sample_kernel
+from pdlab.kernels.residual_product import residual_product_kernel
+from pdlab.kernels.row_kernels import norm_rows_kernel, rope_rows_kernel, silu_product_kernel
+from pdlab.kernels.tuning import Tuning
+from pdlab.models.catalogue import config_of
+
+POINTERS = dict.fromkeys(
+    ("X", "NORM_W", "NORM_B", "W", "BIAS", "Q", "KC", "VC", "U", "OUT", "GU", "QKV", "Q_NORM", "K_NORM", "B", "Y", "LOGITS"),
+    "*bf16",
+)
+POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
+POINTERS |= dict.fromkeys(("POSITIONS", "SLOTS", "SEED", "POSITION", "BEST", "TOKENS"), "*i64")
+POINTERS |= dict.fromkeys(("COUNT", "DONE", "TOP_K"), "*i32")
+
+
+def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """(the kernel, its compile-time arguments and options, pointer types that differ from POINTERS)."""
+    norm = LAYER if c.family == "gpt2" else RMS
+    columns = columns_of(batch)
+
+    def product(op: str, outputs: int, k: int, kind: int) -> dict[str, Any]:
+        tile: ProductTile = tile_of(op, outputs, k, batch)
+        return constants(tile, columns, k, kind if tile.norm_inside else PLAIN)
+
+    rope = c.family != "gpt2"
+    shape = {"HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads, "HALF": c.head_dim // 2, "PAGE": 16, "ROPE": rope}
+    up = (1 if c.family == "gpt2" else 2) * c.ffn_size
+    if kernel == "norm_qkv_rope":
+        fixed = product(kernel, c.q_size + 2 * c.kv_size, c.hidden_size, norm) | shape | {"BIASED": c.qkv_bias}
+        return norm_qkv_rope_kernel, fixed, {}
+    if kernel in ("out_residual", "down_residual"):
+        k = c.q_size if kernel == "out_residual" else c.ffn_size
+        fixed = product(kernel, c.hidden_size, k, PLAIN) | {"OUTPUTS": c.hidden_size, "BIASED": c.out_bias}
+        return residual_product_kernel, fixed, {}
+    if kernel == "norm_mlp_up":
+        more = {"WIDTH": c.ffn_size, "ACTIVATION": SWIGLU if rope else GELU, "BIASED": c.mlp_bias}
+        return norm_product_kernel, product(kernel, up, c.hidden_size, norm) | more, {}
+    if kernel == "projection_sample":
+        fixed = product(kernel, c.vocab_size, c.hidden_size, norm) | {"VOCAB": c.vocab_size, "WANT": RANDOM}
+        return projection_sample_kernel, fixed, {"OUT": "*i64"}
+    if kernel == "norm_rows":
+        fixed = {"K": c.hidden_size, "BLOCK": triton.next_power_of_2(c.hidden_size), "CENTRE": not rope, "PDL": False}
+        return norm_rows_kernel, fixed | {"num_warps": 8}, {}
+    if kernel == "rope_rows":
+        half = triton.next_power_of_2(c.head_dim // 2)
+        return rope_rows_kernel, shape | {"HALF_PAD": half, "BLOCK": 16, "NORMED": c.qk_norm, "PDL": False, "num_warps": 4}, {}
+    if kernel == "silu_product":
+        return silu_product_kernel, {"F": c.ffn_size, "BLOCK": 2048, "num_warps": 4}, {}
+    return filtered_sample_kernel, {"VOCAB": c.vocab_size, "BLOCK": 4096, "num_warps": 16}, {"LOGITS": "*fp32"}
+
+
+def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], capability: tuple[int, int]) -> Any:
+    options = {name: fixed[name] for name in ("num_warps", "launch_pdl") if name in fixed}
+    names = kernel.arg_names
+    constant = {name: value for name, value in fixed.items() if name in names}
+    kinds = POINTERS | types
+    signature = {n: "constexpr" if n in constant else kinds.get(n, "fp32" if n == "eps" else "i32") for n in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): value for n, value in constant.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in kinds and n not in constant},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
+
+
+def compile_job(kernel: str, capability: tuple[int, int], model: str, batch: int) -> dict[str, Any]:
+    tuning = Tuning("no-such-device", capability, 132, 50 << 20)
+    built = compile_kernel(*job(kernel, config_of(model), batch, lambda *facts: product_tile(tuning, *facts)), capability)
+    answer = {"shared": built.metadata.shared, "warps": built.metadata.num_warps, "room": tuning.shared_bytes}
+    return answer | resources(built.asm["cubin"])
+
+
+if __name__ == "__main__":
+    for name, capability, model, batch in json.loads(sys.argv[1]):
+        print(json.dumps(compile_job(name, tuple(capability), model, batch)), flush=True)

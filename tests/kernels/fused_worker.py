@@ -1,0 +1,96 @@
+"""Runs the fused kernels in Triton's interpreter: one JSON request a line in, one JSON answer a line out.
+
+A process of its own, because TRITON_INTERPRET must be set before triton is first imported, and other tests import it without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+from fused_cases import Case, errors, sampling_case
+
+from pdlab.kernels.filtered_sample import filtered_sample
+from pdlab.kernels.product_tiles import ProductTile
+from pdlab.kernels.projection_sample import GREEDY, LOGITS, RANDOM, Race, noise_key, project
+from pdlab.kernels.projection_sample import gumbel as gumbel_noise
+from pdlab.kernels.reference import project_logits
+from pdlab.kernels.reference_sampling import gumbel, sample_from_logits
+
+
+def operations(case: dict[str, Any], tile: dict[str, Any]) -> dict[str, float]:
+    return errors(Case(**case), lambda *_: ProductTile(**tile))
+
+
+def rows(case: dict[str, Any]) -> dict[str, float]:
+    """The operations as a prompt takes them: products apart, one pass a row around them."""
+    return errors(Case(**case), None)
+
+
+def sampled(seed: int, rows: int, vocab: int, hidden: int, tile: dict[str, Any], bad: bool, repeat: int = 2) -> dict[str, Any]:
+    """Tokens of the one-pass kernel and of the oracle on the kernel's own logits, greedy and random; launched twice."""
+    x, head, sampling = sampling_case(seed, rows, vocab, hidden)
+    if bad:
+        x[1] = float("nan")
+        x[2, 0] = float("inf")
+    race = Race("cpu")
+    t = ProductTile(**tile)
+    logits = project(x, head, LOGITS, sampling, t, race)
+    answer: dict[str, Any] = {"logits": float((logits - project_logits(x, head)).nan_to_num(0, 0, 0).abs().max())}
+    for name, want in (("random", RANDOM), ("greedy", GREEDY)):
+        sampling.any_random = want == RANDOM
+        for _ in range(repeat):
+            got = project(x, head, want, sampling, t, race)
+        answer[name] = [got.tolist(), sample_from_logits(logits, sampling).tokens.tolist()]
+    return answer
+
+
+def filtered(seed: int, rows: int, vocab: int, ties: bool, **filters: Any) -> list[list[int]]:
+    """Tokens of the filter kernel and of the oracle."""
+    _, _, sampling = sampling_case(seed, rows, vocab, 8)
+    for name, values in filters.items():
+        column = getattr(sampling, name)
+        setattr(sampling, name, torch.tensor([values[i % len(values)] for i in range(rows)], dtype=column.dtype))
+    sampling.any_random = sampling.any_filter = True
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    if ties:
+        logits = logits.round()
+    return [filtered_sample(logits, sampling).tolist(), sample_from_logits(logits, sampling).tokens.tolist()]
+
+
+@triton.jit
+def noise_kernel(SEED, POSITION, OUT, VOCAB: tl.constexpr):
+    v = tl.arange(0, VOCAB)
+    key1, key2 = noise_key(tl.load(SEED), tl.load(POSITION))
+    tl.store(OUT + v, gumbel_noise(v, key1, key2))
+
+
+def noise(vocab: int) -> float:
+    """Largest difference between the kernels' noise and the oracle's."""
+    worst = 0.0
+    for seed, position in ((0, 0), (1, 2), ((1 << 63) - 1, 77), (123456789012345, 1 << 40)):
+        s, p = torch.tensor([seed]), torch.tensor([position])
+        out = torch.empty(vocab)
+        noise_kernel[(1,)](s, p, out, VOCAB=vocab)
+        worst = max(worst, float((out - gumbel(s, p, vocab)[0]).abs().max()))
+    return worst
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    calls = {f.__name__: f for f in (operations, rows, sampled, filtered, noise)}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"answer": calls[request["call"]](**request["arguments"])}
+        except Exception:
+            answer = {"failed": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)

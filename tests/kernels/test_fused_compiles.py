@@ -1,0 +1,75 @@
+"""The fused kernels compile for each generation without spilling and fit its shared memory; checked without a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import pdlab.kernels  # noqa: E402
+
+PRODUCTS = ("norm_qkv_rope", "out_residual", "norm_mlp_up", "down_residual", "projection_sample")
+ROWS = ("norm_rows", "rope_rows", "silu_product", "filtered_sample")
+GENERATIONS = ((8, 0), (8, 9), (9, 0))
+SHIPPED = [(name, (9, 0), "llama-1b", batch) for name in PRODUCTS for batch in (1, 32)]
+SHIPPED += [("norm_mlp_up", capability, "llama-3-8b", batch) for capability in ((8, 0), (8, 9)) for batch in (1, 64)]
+SHIPPED += [(name, (8, 0), "qwen3-8b", 1) for name in ROWS]
+RARE = [(name, capability, model, batch) for name in PRODUCTS for capability in GENERATIONS for model in ("llama-3-8b", "gpt2-xl")
+        for batch in (1, 8, 64)]  # fmt: skip
+RARE += [("projection_sample", capability, "llama-3-8b", batch) for capability in GENERATIONS for batch in (128, 256)]
+RARE += [(name, capability, "gpt2-xl", 1) for name in ROWS for capability in GENERATIONS]
+RESERVED = 1024  # bytes of each block's shared memory that CUDA keeps (CUDA programming guide, compute capabilities)
+
+Job = tuple[str, tuple[int, int], str, int]
+
+
+def label(job: Job) -> str:
+    name, (major, minor), model, batch = job
+    return f"{name}-sm_{major}{minor}-{model}-batch={batch}"
+
+
+def compiled(job: Job, cache: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What the compiler says of one job; remembered by the kernels' source, so that an unchanged kernel costs nothing."""
+    here = Path(__file__).parent
+    sources = [path.read_bytes() for path in sorted(Path(pdlab.kernels.__file__).parent.glob("*.py"))]
+    sources += [(here / name).read_bytes() for name in ("compile_worker.py", "fused_compile_worker.py")]
+    key = hashlib.sha256(b"\0".join([*sources, triton.__version__.encode(), json.dumps(job).encode()])).hexdigest()
+    path = cache / f"{key}.json"
+    if not path.exists():
+        environment = environment | {"PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here)])}
+        command = [sys.executable, str(here / "fused_compile_worker.py"), json.dumps([job])]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert run.returncode == 0, run.stderr[-3000:]
+        path.write_text(run.stdout)
+    return json.loads(path.read_text())
+
+
+def check(job: Job, request: pytest.FixtureRequest, environment: dict[str, str]) -> None:
+    found = compiled(job, request.config.cache.mkdir("compiled_fused"), environment)
+    assert found["STACK"] == 0, f"registers spill: {found}"
+    assert found["shared"] + RESERVED <= found["room"], f"a block does not fit: {found}"
+    if job[0] in PRODUCTS:
+        assert (found["HMMA"] + found["HGMMA"] > 0) == (job[3] > 1), "matrix instructions where there are several rows"
+
+
+@pytest.mark.parametrize("job", SHIPPED, ids=label)
+def test_shipped_tiles_compile_without_spills_and_fit(
+    job: Job, request: pytest.FixtureRequest, compile_environment: dict[str, str]
+) -> None:
+    check(job, request, compile_environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", RARE, ids=label)
+def test_every_generation_and_family_compiles_without_spills_and_fits(
+    job: Job, request: pytest.FixtureRequest, compile_environment: dict[str, str]
+) -> None:
+    check(job, request, compile_environment)

@@ -1,0 +1,115 @@
+"""The fused kernels in Triton's interpreter, against float64 and the sampling oracle, on small odd shapes.
+
+bfloat16 is wrong in the interpreter: see the gpu tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+import numpy  # noqa: E402
+
+Ask = Callable[..., Any]
+# float32 sums of tens of terms in another order; float16 rounds y and the output to 11 bits, a relative 2^-11 each at most
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3}
+TILE = {"rows": 16, "k": 16, "split": 1, "ahead": 1, "warps": 4, "stages": 1}
+SHAPE = {"tokens": 1, "hidden": 40, "heads": 3, "kv_heads": 1, "dim": 12, "ffn": 21}
+GPT2 = {"layer_norm": True, "gated": False, "rope": False, "biases": True}
+
+pytestmark = [
+    pytest.mark.xdist_group("interpreter"),
+    pytest.mark.skipif(
+        tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+        and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
+        reason="triton before 3.7 interprets nothing with numpy 2.4 or newer",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """Sends a call to the worker process and returns its answer."""
+    here = Path(__file__).parent
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parent.parent)])}
+    worker = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(here / "fused_worker.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+
+    def call(what: str, /, **arguments: Any) -> Any:
+        worker.stdin.write(json.dumps({"call": what, "arguments": arguments}) + "\n")
+        worker.stdin.flush()
+        answer = json.loads(worker.stdout.readline() or '{"failed": "the worker died"}')
+        assert "failed" not in answer, answer["failed"]
+        return answer["answer"]
+
+    yield call
+    worker.stdin.close()
+    worker.wait(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        pytest.param({}, {"rows": 8, "ahead": 2}, id="one row-gqa=3-hd=12"),
+        pytest.param(GPT2 | {"hidden": 24}, {"split": 2}, id="one row-gpt2-two programs a row"),
+        pytest.param({"tokens": 5, "biases": True}, {"split": 3}, id="five rows-biases-three programs a row"),
+        pytest.param(GPT2 | {"tokens": 17, "hidden": 32, "dtype": "float16"}, {}, id="seventeen rows-gpt2-float16"),
+        pytest.param({"tokens": 3, "qk_norm": True}, {"norm_inside": False}, id="three rows-q and k norms-norm apart"),
+    ],
+)
+def test_every_operation_matches_float64(ask: Ask, shape: dict[str, Any], tile: dict[str, Any]) -> None:
+    found = ask("operations", case=SHAPE | shape, tile=TILE | tile)
+    assert max(found.values()) < TOLERANCE[shape.get("dtype", "float32")], found
+
+
+@pytest.mark.parametrize("shape", [{"qk_norm": True, "biases": True}, GPT2], ids=["q and k norms-biases", "gpt2"])
+def test_prompts_match_float64_too(ask: Ask, shape: dict[str, Any]) -> None:
+    found = ask("rows", case=SHAPE | {"tokens": 9} | shape)
+    assert max(found.values()) < TOLERANCE["float32"], found
+
+
+@pytest.mark.parametrize(
+    ("rows", "bad"), [(1, False), (5, False), (5, True)], ids=["one row", "five rows", "rows of NaN and infinity"]
+)
+def test_one_pass_samples_the_tokens_that_the_oracle_samples(ask: Ask, rows: int, bad: bool) -> None:
+    found = ask("sampled", seed=1, rows=rows, vocab=211, hidden=24, tile=TILE | {"rows": 32}, bad=bad)
+    assert found["logits"] < 1e-5
+    for name in ("random", "greedy"):
+        mine, oracle = found[name]
+        assert mine == oracle
+        assert [i for i, token in enumerate(mine) if token < 0] == ([1, 2] if bad else [])
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "many equal"])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": [5, 0, 1]},
+        {"top_p": [0.5, 0.9, 1.0, 1e-6]},
+        {"min_p": [0.1, 0.0, 1.0]},
+        {"top_k": [20, 7, 0], "top_p": [0.8, 0.3], "min_p": [0.0, 0.02]},
+    ],
+    ids=lambda f: "+".join(f),
+)
+def test_filters_keep_what_the_oracle_keeps(ask: Ask, filters: dict[str, list[float]], ties: bool) -> None:
+    mine, oracle = ask("filtered", seed=4, rows=12, vocab=301, ties=ties, **filters)
+    assert mine == oracle
+
+
+def test_noise_is_the_oracles(ask: Ask) -> None:
+    assert ask("noise", vocab=512) < 1e-6  # the last digit of a logarithm
