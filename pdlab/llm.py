@@ -203,10 +203,12 @@ class LLM:
 
     def close(self) -> None:
         """Ends what runs as aborted and gives weights and KV memory back. May be called twice."""
+        if self._engine is None:
+            return
+        self._abort([live.request for live in self._engine.live.values()])
         engine, self._engine = self._engine, None
-        if engine is not None:
-            self.model = self.tokenizer = None
-            engine.close()
+        self.model = self.tokenizer = None
+        engine.close()
 
     def __enter__(self) -> LLM:
         return self

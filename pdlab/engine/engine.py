@@ -177,6 +177,7 @@ class Engine:
 
     def submit(self, plan: Plan, started: float) -> Flight:
         s, memory = self.scheduler, self.allocator.stats()
+        arriving = sum(p.new_tokens * p.repeat for p in (plan, *(f.plan for f in self.in_flight)))
         plan_s = time.perf_counter() - started
         t_submit = self.clock.now()
         return Flight(
@@ -188,7 +189,7 @@ class Engine:
             len(s.running),
             s.preempted_last,
             memory.pages_used,
-            memory.waste_internal,
+            memory.waste_internal_with(arriving),
             memory.waste_external,
         )
 
@@ -318,8 +319,8 @@ class Engine:
         for flight in self.in_flight:
             flight.handle.result()
         self.in_flight.clear()
-        for request_id in list(self.live):
-            self.abort(request_id)
+        for live in list(self.live.values()):
+            self.finish(live, FinishReason.ABORTED, self.clock.now())
         self.executor.close()
 
 

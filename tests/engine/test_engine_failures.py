@@ -65,7 +65,8 @@ def test_requests_that_a_failing_step_did_not_carry_are_computed_again() -> None
             engine.step()  # carries a chunk of the second only: the budget has no room for the third
         while not engine.idle:
             engine.step()
-        assert second.finish_reason == "error" and third.finish_reason == "length"
+        assert second.finish_reason == "error"
+        assert third.finish_reason == "length"
         assert tuple(third.output_token_ids) == alone(FAMILIES[0])[2]
         assert_nothing_leaked(llm)
 
@@ -92,7 +93,9 @@ def test_logits_that_are_nan_fail_that_request_only(family: str, flights: int) -
     with LLM(poisoned, kv_capacity_tokens=256, steps_in_flight=flights, max_batch_requests=4, prefix_reuse=True) as llm:
         good = prompts()
         outputs = llm.generate([good[0], [5, bad, 9], *good[1:]], GREEDY)
-        assert outputs[1].finish_reason == "error" and "finite" in str(outputs[1].error) and not outputs[1].token_ids
+        assert outputs[1].finish_reason == "error"
+        assert "finite" in str(outputs[1].error)
+        assert not outputs[1].token_ids
         # its pages, full of NaN, were handed to others: masked rows of a page must not leak into them
         assert [tuple(o.token_ids) for o in (outputs[0], *outputs[2:])] == list(expected)
         assert_nothing_leaked(llm)
@@ -106,7 +109,8 @@ def test_an_abort_in_flight_ends_the_request_and_frees_its_memory(flights: int) 
         for _ in range(6):
             engine.step()
         events = engine.abort(requests[3].request_id)
-        assert [e.finish_reason for e in events] == ["aborted"] and engine.abort(requests[3].request_id) == []
+        assert [e.finish_reason for e in events] == ["aborted"]
+        assert engine.abort(requests[3].request_id) == []
         while not engine.idle:
             engine.step()
             engine.allocator.check()
@@ -122,8 +126,10 @@ def test_a_timeout_ends_a_waiting_and_a_running_request_and_keeps_what_there_was
         slow = replace(GREEDY, max_tokens=1500, timeout_s=0.3)
         outputs = llm.generate([[1, 2, 3], [4, 5, 6], [7, 8]], [slow, slow, GREEDY])
         assert [o.finish_reason for o in outputs] == ["timeout", "timeout", "length"]
-        assert outputs[0].token_ids and not outputs[1].token_ids
-        assert outputs[1].timing.queue_s is None and outputs[1].timing.ttft_s is None
+        assert outputs[0].token_ids
+        assert not outputs[1].token_ids
+        assert outputs[1].timing.queue_s is None
+        assert outputs[1].timing.ttft_s is None
         assert outputs[0].timing.e2e_s >= 0.3
         assert_nothing_leaked(llm)
 
@@ -134,7 +140,8 @@ def test_what_a_policy_would_never_run_ends_with_an_error_instead_of_waiting_for
         order = policy.order
         policy.order = lambda waiting, running, now, estimator: ([], order(waiting, running, now, estimator)[1])
         [output] = llm.generate([1, 2, 3], GREEDY)
-        assert output.finish_reason == "error" and "never" in str(output.error)
+        assert output.finish_reason == "error"
+        assert "never" in str(output.error)
         policy.order = order
         assert llm.generate([1, 2, 3], GREEDY)[0].finish_reason == "length"
 
@@ -152,5 +159,6 @@ def test_a_request_that_could_never_fit_is_refused_alone() -> None:
             llm.generate([1] * 64, GREEDY)
         assert "truncate" in refused.value.hint
         full = llm.generate([1] * 63, SamplingParams(max_tokens=9, ignore_eos=True))[0]
-        assert full.finish_reason == "length" and len(full.token_ids) == 1  # prompt and output fill the memory
+        assert full.finish_reason == "length"
+        assert len(full.token_ids) == 1
         assert_nothing_leaked(llm)

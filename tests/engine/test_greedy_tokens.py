@@ -86,6 +86,7 @@ def test_a_repetition_penalty_counts_prompt_and_output_and_nobody_elses(config: 
         outputs = llm.generate(prompts(), mixed)
     for output, params, expected in zip(outputs, mixed, alone(FAMILIES[0]), strict=True):
         if params is penalized:
-            assert len(set(output.token_ids)) == 40 and not set(output.token_ids) & set(output.prompt_token_ids)
+            assert len(set(output.token_ids)) == 40
+            assert not set(output.token_ids) & set(output.prompt_token_ids)
         else:
             assert tuple(output.token_ids) == expected

@@ -75,7 +75,8 @@ def say(scripted: tuple[LLM, dict[int, bytes]], text: str | bytes, **params: obj
     events = list(llm.stream("x", sampling))
     assert "".join(e.text for e in events) == output.text
     assert [e.token_id for e in events if e.token_id >= 0] == output.token_ids
-    assert events[-1].finish_reason == output.finish_reason and not any(e.finish_reason for e in events[:-1])
+    assert events[-1].finish_reason == output.finish_reason
+    assert not any(e.finish_reason for e in events[:-1])
     return output.text, output.finish_reason, output.token_ids
 
 
@@ -83,7 +84,9 @@ def test_the_models_end_token_stops_and_is_a_token_but_no_text(scripted) -> None
     text, reason, ids = say(scripted, "ahoy")
     assert (text, reason, ids[-1], len(ids)) == ("ahoy", "stop", 257, 5)
     text, reason, ids = say(scripted, "ahoy", ignore_eos=True)
-    assert reason == "length" and len(ids) == 99 and text == "ahoy"
+    assert reason == "length"
+    assert len(ids) == 99
+    assert text == "ahoy"
 
 
 def test_a_stop_string_across_token_borders_ends_the_text_before_it(scripted) -> None:
@@ -97,7 +100,8 @@ def test_what_was_held_back_comes_out_when_the_length_ends_the_request(scripted)
     llm, scripts = scripted
     scripts[1] = b"half a st"
     events = list(llm.stream("x", SamplingParams(max_tokens=9, seed=1, stop="stop")))
-    assert "".join(e.text for e in events) == "half a st" and events[-1].finish_reason == "length"
+    assert "".join(e.text for e in events) == "half a st"
+    assert events[-1].finish_reason == "length"
     assert "".join(e.text for e in events[:-1]) == "half a "
 
 
@@ -111,7 +115,9 @@ def test_characters_of_several_bytes_come_whole_also_as_stop_strings(scripted) -
     assert say(scripted, "ein 🦉 und 🦊 mehr", stop="🦊")[:2] == ("ein 🦉 und ", "stop")
     scripts[1] = "a🦉".encode()
     pieces = [e.text for e in llm.stream("x", SamplingParams(max_tokens=5, seed=1))]
-    assert pieces[0] == "a" and pieces[1:4] == ["", "", ""] and pieces[4] == "🦉"
+    assert pieces[0] == "a"
+    assert pieces[1:4] == ["", "", ""]
+    assert pieces[4] == "🦉"
     assert say(scripted, "a🦉".encode()[:3])[0].startswith("a\N{REPLACEMENT CHARACTER}")  # it ended half-way
 
 

@@ -40,9 +40,13 @@ def alone(name: str) -> tuple[tuple[int, ...], ...]:
 def assert_nothing_leaked(llm: LLM) -> None:
     """Idle: no request, no row, no page is held, and the allocator's invariants hold."""
     engine = llm.engine
-    assert engine.idle and not engine.scheduler.running and not engine.scheduler.waiting
+    assert engine.idle
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
     assert not engine.allocator.live()
     assert all(r is None for r in engine.scheduler.rows.request)
     stats = engine.allocator.stats()
-    assert stats.reserved == 0 and stats.retired == 0 and stats.free == stats.capacity
+    assert stats.reserved == 0
+    assert stats.retired == 0
+    assert stats.free == stats.capacity
     engine.allocator.check()
