@@ -49,7 +49,7 @@ def run_batch(batch: Batch) -> list[Result]:
     """As Batch.run(), with the cluster's scheduler in place of this machine's slots."""
     import ray
 
-    task = ray.remote(_on_node).options(max_retries=RETRIES)
+    task = ray.remote(max_retries=RETRIES)(_on_node)
     pending: dict[Any, Job] = {}
     for job in batch.jobs:
         if job.key not in batch.results:
