@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdlab.allocators import make_allocator
+from pdlab.allocators.interface import Allocator
 from pdlab.core.config import EngineConfig, SamplingParams
 from pdlab.core.errors import CapacityError, ConfigError, ContextTooLong, InvalidRequest, StepFailed
 from pdlab.core.plan import Plan
@@ -254,7 +255,8 @@ class Engine:
             if live.text.stopped and reason is FinishReason.LENGTH:
                 reason = FinishReason.STOP
         request.finish_reason, request.finish_s, request.error = reason, t, error
-        self.estimator.finished(request)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.estimator.finished(request)
         return TokenEvent(request.request_id, -1, rest, reason.value)
 
     def refuse_row(self, live: Live, t: float) -> TokenEvent:
@@ -324,7 +326,7 @@ class Engine:
         self.executor.close()
 
 
-def _memory(config: EngineConfig, model: ModelConfig, capacity: int):
+def _memory(config: EngineConfig, model: ModelConfig, capacity: int) -> tuple[int, Allocator]:
     """(tokens one request may have, the allocator): a request must fit the context, the setting, and the memory alone."""
     longest = config.max_model_len or model.max_context
     if longest > model.max_context:

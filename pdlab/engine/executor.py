@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,10 @@ from pdlab.models.model import Model
 
 EXTENT_ALLOCATORS = ("per_request", "contiguous_pool")  # their memory is cut in tokens, not in pages
 CPU_KV_BYTES = 1 << 28  # without a setting: this much on a CPU, or one request of full length, if a quarter of RAM is free
+WAKE_SECONDS = 2e-4  # the longest that a waiting host takes to notice that a step has ended
 _SAMPLING: dict[str, Any] = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
 _SAMPLING |= {"repetition_penalty": np.float32, "seed": np.int64, "position": np.int64}
+Mark = torch.cuda.Event | float  # a moment on the device's time line; on a CPU, of the engine's clock
 
 
 class TorchExecutor:
@@ -85,16 +88,16 @@ class TorchExecutor:
     def submit(self, plan: Plan) -> StepHandle:
         if self._closed:
             raise EngineClosed("a step was submitted to a closed executor", "make a new LLM")
-        before = self._mark()
         try:
-            with torch.inference_mode():
-                sampled = self._run(plan)
-                result = self._download(plan, sampled)
+            with torch.inference_mode(), torch.cuda.device(self.device) if self.on_gpu else nullcontext():
+                before = self._mark()
+                parts = self._download(self._run(plan))
+                after = self._mark()
         except Exception as error:  # out of memory, a kernel that cannot launch, a bug: this step fails, not the engine
             now = self.clock.now()
             failed = StepResult(plan.step, np.zeros(0, np.int64), now, now, error=error)
             return StepHandle(lambda: failed)
-        return StepHandle(self._finisher(plan, before, result), None if self.on_gpu else before)
+        return StepHandle(self._finisher(plan, before, after, parts), after)
 
     # --- one step
 
@@ -234,7 +237,7 @@ class TorchExecutor:
 
     # --- results
 
-    def _mark(self) -> torch.cuda.Event | float:
+    def _mark(self) -> Mark:
         """This moment on the device's time line."""
         if not self.on_gpu:
             return self.clock.now()
@@ -248,7 +251,7 @@ class TorchExecutor:
         event.record()
         return event
 
-    def _download(self, plan: Plan, sampled: SampleResult) -> list[torch.Tensor | None]:
+    def _download(self, sampled: SampleResult) -> list[torch.Tensor | None]:
         """Starts the copies to the host. Log-probabilities travel only when a request asked for them."""
         parts = [sampled.tokens, sampled.logprob, sampled.top_ids, sampled.top_logprobs]
         if not self.on_gpu:
@@ -257,11 +260,7 @@ class TorchExecutor:
             None if p is None else torch.empty_like(p, device="cpu", pin_memory=True).copy_(p, non_blocking=True) for p in parts
         ]
 
-    def _finisher(
-        self, plan: Plan, before: torch.cuda.Event | float, parts: list[torch.Tensor | None]
-    ) -> Callable[[], StepResult]:
-        after = self._mark()
-
+    def _finisher(self, plan: Plan, before: Mark, after: Mark, parts: list[torch.Tensor | None]) -> Callable[[], StepResult]:
         def finish() -> StepResult:
             try:
                 start, end = self._times(before, after)
@@ -275,24 +274,31 @@ class TorchExecutor:
 
         return finish
 
-    def _times(self, before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> tuple[float, float]:
+    def _times(self, before: Mark, after: Mark) -> tuple[float, float]:
         """Engine seconds of two marks, waiting for the second. Each step is timed from the end of the one before, so the
-        float32 milliseconds that CUDA returns never grow large enough to lose digits."""
+        float32 milliseconds that CUDA returns never grow large enough to lose digits. The two clocks drift apart by some
+        parts in a million: where the host was waiting when the step ended, its own clock sets them right again."""
         if isinstance(before, float) or isinstance(after, float):
             return before, after  # type: ignore[return-value]
+        waited = not after.query()
         after.synchronize()
+        now = self.clock.now()
         assert self._anchor is not None
         anchor, at = self._anchor
         start = at + max(0.0, anchor.elapsed_time(before) / 1e3)
-        end = min(start + before.elapsed_time(after) / 1e3, self.clock.now())
+        end = min(start + before.elapsed_time(after) / 1e3, now)
+        if waited:
+            end = max(end, now - WAKE_SECONDS)
         self._anchor = after, end
         return min(start, end), end
 
     def reset(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
         self.seen.clear()
         self._anchor = None
+        if self.on_gpu:
+            with suppress(Exception):  # a device that is lost says so again at the next step, and fails that one
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
 
     def close(self) -> None:
         if self._closed:
@@ -308,14 +314,14 @@ class TorchExecutor:
 
 
 class StepHandle:
-    """A step that was launched; `event` is None where launching already was the whole step."""
+    """A step that was launched; it ends at `end`, an event unless launching already was the whole step."""
 
-    def __init__(self, finish: Callable[[], StepResult], event: torch.cuda.Event | float | None = None) -> None:
-        self._finish, self._event = finish, event
+    def __init__(self, finish: Callable[[], StepResult], end: Mark = 0.0) -> None:
+        self._finish, self._end = finish, end
         self._result: StepResult | None = None
 
     def done(self) -> bool:
-        return not isinstance(self._event, torch.cuda.Event) or self._event.query()
+        return isinstance(self._end, float) or self._end.query()
 
     def result(self) -> StepResult:
         if self._result is None:
