@@ -36,13 +36,16 @@ class Compactor:
         if by_count or by_waste or self._going:
             self._going = self._compact()
 
-    def refused(self) -> bool:
-        """An allocation failed while a plan is made, before any address was handed out. True: try again."""
-        return self.config.compact_on_refusal and self.allocator.stats().waste_external > 0 and self._compact()
+    def refused(self, n_tokens: int) -> bool:
+        """An allocation of `n_tokens` failed while a plan is made, before any address was handed out. True: try again."""
+        if not self.config.compact_on_refusal:
+            return False
+        stats = self.allocator.stats()
+        return stats.largest_free < n_tokens <= stats.free and self._compact(n_tokens)
 
-    def _compact(self) -> bool:
+    def _compact(self, room: int = 0) -> bool:
         self._ops += self.allocator.take_ops()  # what was asked for before acts before
-        copies = self.allocator.compact(self.config.compact_budget)
+        copies = self.allocator.compact(self.config.compact_budget, room)
         self._ops += copies
         moved = sum(op.tokens for op in copies)
         self.runs += moved > 0

@@ -65,30 +65,51 @@ class ContiguousPool(ExtentAllocator):
         self._held += parent.held
         return True
 
-    def compact(self, budget: int) -> list[KVCopy]:
-        """First the highest extents into the lowest holes that take them; then, when no step is in flight, everything
-        left slides down over the gaps, in copies that never overlap their source."""
+    def compact(self, budget: int, room: int = 0) -> list[KVCopy]:
+        """For `room`: slides the fewest slots that bring together enough free ones side by side. For all: first the highest
+        extents into the lowest holes that take them, then everything left slides down. Only when no step is in flight does
+        anything slide, since it then overlaps where it was; the copies themselves never overlap their source."""
         copies = [op for op in self._ops if isinstance(op, KVCopy)]
         self._ops = []
-        for piece in sorted(self._pieces.values(), key=lambda p: -p.start):
-            if piece.size > budget:
-                continue
+        room = self.rounded(room)
+        still = self._submitted <= self._retired
+        by_address = sorted(self._pieces.values(), key=lambda p: p.start)
+        if room and (self._free.largest() >= room or self._free.total < room):
+            return copies
+        if room and still:
+            return copies + self._slide(*self._cheapest(by_address, room), budget)
+        for piece in reversed(by_address):
             hole = next((start for start, size in self._free.extents() if size >= piece.size), None)
-            if hole is None or hole >= piece.start:
-                continue
-            self._free.take_at(hole, piece.size)
-            self._move(piece, hole, piece.size)
-            budget -= piece.size
+            if piece.size <= budget and hole is not None and hole < piece.start:
+                self._free.take_at(hole, piece.size)
+                self._move(piece, hole, piece.size)
+                budget -= piece.size
         copies += [op for op in self._ops if isinstance(op, KVCopy)]
         self._ops = []
-        if self._submitted <= self._retired:
-            copies += self._slide(budget)
-        return copies
+        return copies + (self._slide(sorted(by_address, key=lambda p: p.start), 0, budget) if still else [])
 
-    def _slide(self, budget: int) -> list[KVCopy]:
+    def _cheapest(self, pieces: list[Piece], room: int) -> tuple[list[Piece], int]:
+        """Neighbouring extents, least in sum, between gaps that together make `room`; and where the first gap begins."""
+        starts = [p.start for p in pieces] + [self.capacity]
+        ends = [0] + [p.start + p.size for p in pieces]
+        first = gaps = cost = 0
+        best = (self.capacity + 1, 0, 0)
+        for last in range(len(starts)):  # gap `last` lies before piece `last`
+            gaps += starts[last] - ends[last]
+            while gaps - (starts[first] - ends[first]) >= room:
+                gaps -= starts[first] - ends[first]
+                cost -= pieces[first].size
+                first += 1
+            if gaps >= room:
+                best = min(best, (cost, first, last))
+            cost += pieces[last].size if last < len(pieces) else 0
+        _, first, last = best
+        return pieces[first:last], ends[first]
+
+    def _slide(self, pieces: list[Piece], edge: int, budget: int) -> list[KVCopy]:
+        """Moves each of these neighbours down to the end of the one before, the first to `edge`."""
         copies: list[KVCopy] = []
-        edge = 0
-        for piece in sorted(self._pieces.values(), key=lambda p: p.start):
+        for piece in pieces:
             gap = piece.start - edge
             if gap and piece.size <= budget:
                 budget -= piece.size

@@ -127,7 +127,7 @@ class ExtentAllocator(Allocator):
     page_size = 1
 
     def __init__(self, capacity: int, quantum: int, fit: str) -> None:
-        self.quantum = quantum
+        self.quantum = self.granule = quantum
         self.capacity = capacity // quantum * quantum
         if self.capacity < 1:
             raise CapacityError(f"{capacity} slots hold no extent of {quantum} tokens", "give the KV cache more memory")

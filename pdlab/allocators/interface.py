@@ -51,7 +51,11 @@ class AllocatorStats:
 
     @property
     def waste_internal(self) -> float:
-        return (self.reserved - self.held) / self.reserved if self.reserved else 0.0
+        return self.waste_internal_with(0)
+
+    def waste_internal_with(self, arriving: int) -> float:
+        """With `arriving` tokens more, which steps that were submitted are writing and `written` has not heard of yet."""
+        return max(0, self.reserved - self.held - arriving) / self.reserved if self.reserved else 0.0
 
     @property
     def waste_external(self) -> float:
@@ -64,6 +68,7 @@ class Allocator(ABC):
     kind: str  # "paged": attention follows a page table; "extent": base + position
     page_size: int  # tokens a page; 1 for extents
     capacity: int  # slots
+    granule: int  # tokens by which a request's room grows
     refusals: int = 0  # reserve() calls that were refused so far
     refused_in_pieces: int = 0  # of those, with as much memory free as was wanted, but in too small pieces
 
@@ -111,8 +116,10 @@ class Allocator(ABC):
         """Gives the new request `rid` the pages that `match_prefix` found and returns how many tokens they hold."""
 
     @abstractmethod
-    def compact(self, budget: int) -> list[KVCopy]:
+    def compact(self, budget: int, room: int = 0) -> list[KVCopy]:
         """Moves at most `budget` slots to make free room contiguous; the copies must run before the next step's model.
+
+        `room`: stop as soon as a request could be given so many slots in one piece (0: bring together all there are).
 
         Called between steps. Copies that `take_ops` still held come first in the list and are cleared there, so that the
         order in which they must act is the order of the list. Slots handed out earlier are stale afterwards: callers

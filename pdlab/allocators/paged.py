@@ -47,7 +47,7 @@ class Paged(Allocator):
     kind = "paged"
 
     def __init__(self, capacity: int, page_size: int, *, prefix_reuse: bool = False) -> None:
-        self.page_size = page_size
+        self.page_size = self.granule = page_size
         self.num_pages = capacity // page_size
         if self.num_pages < 1:
             raise CapacityError(
@@ -290,7 +290,7 @@ class Paged(Allocator):
         pairs = zip(self.pages.used()[::-1][:most], sorted(self.pages.free), strict=False)
         return {old: new for old, new in pairs if new < old}
 
-    def compact(self, budget: int) -> list[KVCopy]:
+    def compact(self, budget: int, room: int = 0) -> list[KVCopy]:
         """Any free page serves any request, so this never makes room; it lets the memory's end be given back."""
         size = self.page_size
         copies = [op for op in self._ops if isinstance(op, KVCopy)]

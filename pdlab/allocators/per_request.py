@@ -53,6 +53,6 @@ class PerRequest(ExtentAllocator):
         self._held += parent.held
         return True
 
-    def compact(self, budget: int) -> list[KVCopy]:
+    def compact(self, budget: int, room: int = 0) -> list[KVCopy]:
         """Nothing can be moved: every piece is its own allocation. Pending operations stay where they are."""
         return []

@@ -40,6 +40,7 @@ class Scheduler:
         self.allocator, self.policy, self.batching, self.estimator = allocator, policy, batching, estimator
         self.compactor = Compactor(config, allocator)
         self.policy_preempts = type(policy).preempts is not Policy.preempts
+        self.policy_holds = type(policy).holds_decodes is not Policy.holds_decodes
         # a request runs only if its decode always has a place in the budget
         pages = -(-max_len // allocator.page_size) + 1 if allocator.kind == "paged" else 0
         self.rows = Rows(min(config.max_batch_requests, config.max_batch_tokens), pages)
@@ -107,6 +108,10 @@ class Scheduler:
                 self.allocator.written(request.request_id, request.tokens(start, start + new), start)
         return requests
 
+    def skip_steps(self, count: int) -> None:
+        """The last plan stood for `count` more like it: the next one's number follows them."""
+        self._step += count
+
     def restart(self) -> list[Request]:
         """A step failed and the executor forgot everything: what still runs is computed again, nothing counts as in
         flight. Returns the requests of the oldest step, the one that failed."""
@@ -172,7 +177,7 @@ class Scheduler:
         next page."""
         rid, n = request.request_id, request.num_tokens
         cached = self.cached_prefix(request)
-        spare = len(self.running) * self.allocator.page_size
+        spare = len(self.running) * self.allocator.granule
         if not self.rows or self.allocator.stats().free < n - cached + spare:
             return False
         if cached:
@@ -180,7 +185,7 @@ class Scheduler:
         limit = self.output_limit(request)
         longest = request.prompt_len + limit
         while not self.allocator.reserve(rid, n, longest):
-            if self.compactor.refused():
+            if self.compactor.refused(n):
                 continue
             if cached:
                 self.allocator.free(rid)
@@ -212,9 +217,9 @@ class Scheduler:
         memory that the steps in flight still read, or was preempted itself."""
         rid, n = request.request_id, request.num_scheduled + 1
         while not self.allocator.reserve(rid, n):
-            if self.compactor.refused():
+            if self.compactor.refused(n):
                 continue
-            if self.room_is_coming(self.allocator.page_size):
+            if self.room_is_coming(self.allocator.granule):
                 return False
             draft.preempt(next(draft.victims(), request))
             if request.status is not Status.RUNNING:

@@ -184,9 +184,9 @@ class EngineMachine(RuleBasedStateMachine):
         child = self.running[new] = Sequence(parent.tokens, parent.longest)
         child.computed = parent.computed
 
-    @rule(budget=st.integers(1, 64))
-    def compact(self, budget: int) -> None:
-        copies = self.allocator.compact(budget)
+    @rule(budget=st.integers(1, 64), room=st.sampled_from([0, 5, 20, 40]))
+    def compact(self, budget: int, room: int) -> None:
+        copies = self.allocator.compact(budget, room)
         self.carry += copies
 
     @rule()

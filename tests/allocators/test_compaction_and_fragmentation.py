@@ -30,7 +30,7 @@ def test_nothing_moves_unless_a_trigger_is_set() -> None:
     compactor, allocator = full_of_holes()
     compactor.ended()
     compactor.before_plan()
-    assert not compactor.refused()
+    assert not compactor.refused(50)
     assert (compactor.runs, compactor.take_ops(), allocator.stats().waste_external) == (0, (), 0.8)
 
 
@@ -56,9 +56,10 @@ def test_compaction_runs_when_too_much_free_memory_is_out_of_reach() -> None:
 def test_an_allocation_that_failed_is_tried_again_after_compaction() -> None:
     compactor, allocator = full_of_holes(compact_on_refusal=True)
     assert not allocator.reserve(99, 50)
-    assert compactor.refused()
+    assert not compactor.refused(51)  # more than there is: moving would not help
+    assert compactor.refused(50)
     assert allocator.reserve(99, 50)
-    assert not compactor.refused()  # nothing is left to bring together
+    assert not compactor.refused(1)  # nothing is left to bring together
 
 
 def test_a_compaction_larger_than_its_budget_goes_on_before_later_steps() -> None:

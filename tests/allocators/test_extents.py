@@ -80,6 +80,17 @@ def test_free_memory_in_pieces_is_refused_until_it_is_compacted() -> None:
     pool.check()
 
 
+def test_making_room_for_one_request_moves_the_fewest_slots() -> None:
+    """Gaps of 30, 10 and 60 between requests of 20 and 30: room for 61 costs 30, for 91 everything."""
+    for room, moved in ((60, 0), (61, 30), (70, 30), (71, 50), (100, 50), (101, 0)):
+        pool = holes("first")
+        copies = pool.compact(10_000, room)
+        pool.check()
+        assert sum(op.tokens for op in copies) == moved
+        assert (pool.stats().largest_free >= room) == (room <= 100)
+    assert holes("first").compact(29, 61) == []
+
+
 def test_a_request_grows_in_place_where_it_can_and_moves_where_it_must() -> None:
     pool = ContiguousPool(200, quantum=10)
     pool.reserve(1, 10)

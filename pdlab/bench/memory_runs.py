@@ -1,0 +1,115 @@
+"""What the three KV-memory suites share: closed loops of conversation-like requests, replayed on a model or in simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pdlab.allocators.fragmentation import average_waste
+from pdlab.bench.records import Recorder
+from pdlab.core.config import EngineConfig
+from pdlab.core.plan import KVOp
+from pdlab.engine.engine import Engine
+from pdlab.workloads.generators import CONVERSATION, all_at_once, lognormal, make
+from pdlab.workloads.replay import Outcome, replay
+from pdlab.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from pdlab.bench.suites import Context
+
+LONGEST = 4096  # prompt + output; longer ones of the trace are cut, so that every model here takes them
+PROMISED = 1024  # output tokens that the service lets every request ask for; the trace's 99th percentile is 601
+
+
+def conversation(clients: int, n: int, seed: int) -> Workload:
+    """n requests with the lengths of the Azure conversation trace; each client sends its next when its last has ended."""
+    items = make("azure_conversation", n, all_at_once(), *CONVERSATION, seed=seed, longest=LONGEST, kind="conversation")
+    return Workload("azure_conversation", items, seed, clients)
+
+
+def small_talk(clients: int, n: int, seed: int) -> Workload:
+    """The same in miniature, for a CPU and a tiny model."""
+    lengths = lognormal(24, 0.7, 100), lognormal(10, 0.8, 40)
+    return Workload("small_talk", make("small_talk", n, all_at_once(), *lengths, seed=seed), seed, clients)
+
+
+def with_shared_prefixes(workload: Workload, groups: int, tokens: int) -> Workload:
+    """Every request begins with one of `groups` equal prefixes of `tokens` tokens."""
+    items = (
+        replace(item, prompt_tokens=item.prompt_tokens + tokens, pieces=((i % groups, tokens),))
+        for i, item in enumerate(workload)
+    )
+    return Workload(f"{workload.name}_shared_prefixes", items, workload.seed, workload.clients)
+
+
+@contextmanager
+def real_engine(loaded: Any, config: EngineConfig) -> Iterator[Engine]:
+    """An engine on the loaded model, its decode graphs captured."""
+    from pdlab.llm import LLM
+
+    with LLM(loaded, config) as llm:
+        llm.engine.executor.capture_graphs()  # type: ignore[attr-defined]
+        yield llm.engine
+
+
+@contextmanager
+def simulated_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
+    """An engine over an imitated device that takes every step by itself: a run of steps taken at once reserves ahead, which
+    would count as waste."""
+    from pdlab.workloads.replay import simulated_engine as coalescing
+
+    e = coalescing(model, config)
+    try:
+        yield Engine(e.config, e.model, e.executor, e.estimator)
+    finally:
+        e.close()
+
+
+def recorder_for(ctx: Context, device: str) -> Recorder:
+    """Where numbers that speak of `device` go: the suite's own recorder for this machine, else one beside it."""
+    if device == ctx.record.device:
+        return ctx.record
+    other = Recorder(ctx.record.experiment, device, seed=ctx.record.seed, command=ctx.record.command)
+    other.roots, other.gpu_index, other.run_id = ctx.record.roots, None, ctx.record.run_id
+    return other
+
+
+def watch_ops(engine: Engine) -> list[KVOp]:
+    """A list that fills with every KV operation that later plans carry."""
+    seen: list[KVOp] = []
+    compactor = engine.scheduler.compactor
+    take: Callable[[], tuple[KVOp, ...]] = compactor.take_ops
+
+    def watched() -> tuple[KVOp, ...]:
+        ops = take()
+        seen.extend(ops)
+        return ops
+
+    compactor.take_ops = watched  # type: ignore[method-assign]
+    return seen
+
+
+def play(engine: Engine, workload: Workload, *, warm: int = 0) -> Outcome:
+    """Replays the workload, after the first `warm` of its requests as a rehearsal that is not counted."""
+    if warm:
+        replay(engine, workload.head(warm), seed=1)
+    outcome = replay(engine, workload, keep=True)
+    engine.allocator.check()
+    return outcome
+
+
+def report(
+    record: Recorder, outcome: Outcome, *, variant: str, kind: str, params: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """latency, throughput, waste and preemptions of one replay."""
+    shared: dict[str, Any] = {"variant": variant, "kind": kind, "settings": settings}
+    for quantile in (50, 99):
+        ms = outcome.end_to_end.quantile(quantile / 100) * 1e3
+        record.add("latency", ms, "ms", n=outcome.end_to_end.n, params=params | {"quantile": quantile}, **shared)
+    record.add("throughput", outcome.throughput, "req/s", n=outcome.complete, params=params, **shared)
+    waste = average_waste(outcome.trace or ())
+    record.add("waste_internal", waste.internal, "percent", n=outcome.steps, params=params, **shared)
+    record.add("waste_external", waste.external, "percent", n=outcome.steps, params=params, **shared)
+    record.add("preemptions", outcome.preemptions, "count", params=params, **shared)
