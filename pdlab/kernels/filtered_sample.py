@@ -116,7 +116,7 @@ def filtered_sample_kernel(
         if p < 1:
             _, mass = _before(LOGITS, best, temperature, float("-inf"), VOCAB, VOCAB, BLOCK)
             if k < VOCAB:
-                kth = _kth(LOGITS, best, temperature, k, VOCAB, BLOCK)
+                kth = _kth(LOGITS, best, temperature, k, VOCAB, BLOCK // 4)
                 ahead, mass = _before(LOGITS, best, temperature, kth, 0, VOCAB, BLOCK)
                 mass += (k - ahead).to(tl.float32) * tl.exp(kth)
         s0 = tl.full((), float("-inf"), tl.float32)
