@@ -12,8 +12,6 @@ import time
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
 from pdlab.core.plan import Plan
 from pdlab.core.request import Request, TokenEvent
 from pdlab.core.trace import TraceRow
@@ -85,14 +83,15 @@ class CoalescingEngine(Engine):
         result = flight.handle.result()
         started = time.perf_counter()
         requests = self.scheduler.commit(flight.plan)
-        times = np.linspace(result.t_start, result.t_end, k + 1)[1:].tolist()
+        self.scheduler.skip_steps(k - 1)
+        starts, ends = self.executor.run_times(flight.plan.shape, result, k)
         events: list[TokenEvent] = []
         for request, column in zip(requests, result.tokens.T.tolist(), strict=True):
-            self._grow(request, column[:-1], times[:-1])
-            event = self.accept(self.live[request.request_id], column[-1], times[-1])
+            self._grow(request, column[:-1], ends[:-1])
+            event = self.accept(self.live[request.request_id], column[-1], ends[-1])
             if event is not None:
                 events.append(event)
-        self._record_run(flight, result, [result.t_start, *times], time.perf_counter() - started)
+        self._record_run(flight, result, starts, ends, time.perf_counter() - started)
         return events
 
     def _grow(self, request: Request, tokens: list[int], times: list[float]) -> None:
@@ -107,17 +106,23 @@ class CoalescingEngine(Engine):
         rows.scheduled[request.row] += n
         rows.sampled[request.row] += n
         rows.room[request.row] = max(rows.room[request.row], request.num_computed)
-        self.allocator.written(request.request_id, request.tokens(end, end + n), end)
+        first = end - request.prompt_len  # what the run wrote begins with the token sampled before it
+        self.allocator.written(request.request_id, request.output_token_ids[first : first + n], end)
 
-    def _record_run(self, flight: Flight, result: StepResult, edges: list[float], commit_s: float) -> None:
+    def _record_run(self, flight: Flight, result: StepResult, starts: list[float], ends: list[float], commit_s: float) -> None:
         """One trace row a step. The estimator sees the first only: the others differ by a few cached tokens."""
-        k = len(edges) - 1
-        self.record(replace(flight, plan_s=flight.plan_s / k), replace(result, t_end=edges[1]), commit_s / k)
+        k = len(ends)
+        self.record(replace(flight, plan_s=flight.plan_s / k), replace(result, t_end=ends[0]), commit_s / k)
         if isinstance(self.trace, RunCounter):
             self.trace.repeat_last(k - 1)
             return
         first = vars(self.trace[-1])
         for i in range(1, k):
-            kv = first["kv_tokens"] + i * first["decode_count"]
-            row = {**first, "kv_tokens": kv, "t_submit": edges[i], "t_start": edges[i], "t_end": edges[i + 1]}
-            self.trace.append(TraceRow(**row))
+            later = {
+                "step": first["step"] + i,
+                "kv_tokens": first["kv_tokens"] + i * first["decode_count"],
+                "t_submit": starts[i] if self.config.steps_in_flight == 2 else starts[i] - self.executor.host_s,
+                "t_start": starts[i],
+                "t_end": ends[i],
+            }
+            self.trace.append(TraceRow(**{**first, **later}))

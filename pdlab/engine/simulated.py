@@ -15,13 +15,13 @@ import numpy as np
 
 from pdlab.core.clock import Clock, VirtualClock
 from pdlab.core.config import EngineConfig
-from pdlab.core.errors import CapacityError, EngineClosed, StepFailed
+from pdlab.core.errors import CapacityError, DeviceUnavailable, EngineClosed, StepFailed
 from pdlab.core.plan import KVCopy, Plan, PlanShape
 from pdlab.costs.calibration import cost_model
 from pdlab.costs.formulas import itemsize_of, weights_bytes
 from pdlab.costs.roofline import ceilings_for
 from pdlab.engine.interface import StepResult
-from pdlab.hardware.specs import find_spec
+from pdlab.hardware.specs import SPECS, find_spec
 from pdlab.models.config import ModelConfig
 
 CPU_MEMORY_BYTES = 4 << 30  # KV memory is cut from this where the simulated device is a CPU
@@ -83,6 +83,7 @@ class SimulatedExecutor:
         self._device_free = 0.0
         self._unfinished: list[_Handle] = []
         self._closed = False
+        self.shadowed = False  # with two steps in flight a run, and the step after it, are planned while the device is busy
 
     def capacity(self) -> int:
         return self._capacity
@@ -95,8 +96,9 @@ class SimulatedExecutor:
                 f"step {plan.step} was submitted while {len(self._unfinished)} steps are unfinished",
                 f"collect a result first; steps_in_flight is {self.steps_in_flight}",
             )
-        if self.steps_in_flight == 1 or plan.repeat == 1:  # a run's first step was planned in the shadow of the one before
+        if not (self.shadowed or (self.steps_in_flight == 2 and plan.repeat > 1)):
             self._virtual.advance(self.host_s)
+        self.shadowed = self.steps_in_flight == 2 and plan.repeat > 1
         start = max(self.clock.now(), self._device_free)
         end = start + self._duration(plan)
         self._device_free = end
@@ -116,6 +118,15 @@ class SimulatedExecutor:
         while k > 1 and (k - 1) * (first + growth * (k - 2) / 2) >= left:
             k -= 1
         return k
+
+    def run_times(self, shape: PlanShape, result: StepResult, k: int) -> tuple[list[float], list[float]]:
+        """(starts, ends) of the k device steps of a run that `result` came from."""
+        s = shape
+        last = PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + (k - 1) * s.decode_count, s.pad_tokens, s.sampled)
+        device = np.linspace(self.step_seconds(s), self.step_seconds(last), k)
+        each = device + self.host_s if self.steps_in_flight == 1 else np.maximum(device, self.host_s)
+        ends = result.t_end - (each.sum() - np.cumsum(each))
+        return (ends - device).tolist(), ends.tolist()
 
     def _one(self, shape: PlanShape, grown: int) -> float:
         """Seconds between the starts of two steps of a run, `grown` steps into it."""
@@ -183,6 +194,8 @@ def make_simulated(config: EngineConfig, model: ModelConfig, clock: VirtualClock
     itemsize = itemsize_of(dtype)
     cost = cost_model(model, config.simulated_device, dtype)
     sheet = find_spec(config.simulated_device)
+    if sheet is None and not config.simulated_device.startswith("cpu"):
+        raise DeviceUnavailable(f"there is no data sheet for {config.simulated_device!r}", f"known: {', '.join(SPECS)}, cpu-…")
     memory = sheet.memory_bytes if sheet else CPU_MEMORY_BYTES
     copy = 2 * model.kv_bytes_per_token(itemsize) / ceilings_for(config.simulated_device, dtype).copy_bytes_per_s
     return SimulatedExecutor(

@@ -8,11 +8,15 @@ promised. Goodput counts the requests that do.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
 
+from pdlab.core.plan import PlanShape
 from pdlab.core.request import Request
 from pdlab.costs.interface import Estimator
-from pdlab.scheduler.policies import KeyedPolicy
+from pdlab.scheduler.interface import Policy
+from pdlab.scheduler.policies import Lazily
 
 
 def first_token_due(request: Request, ttft_s: float) -> float:
@@ -37,23 +41,95 @@ def objectives_met(
     return per_token_s is None or math.isnan(per_token_s) or per_token_s <= per_token_objective_s
 
 
-class EarliestDeadline(KeyedPolicy):
-    """Earliest deadline first among those that can still meet it; the others queue as if due `patience` after arrival.
+class EarliestDeadline(Policy):
+    """As many first tokens in time as can be; who cannot be in time waits for room, but not longer than `patience`.
 
-    Under overload plain earliest-deadline serves only requests that are already late; here a late one makes room for one
-    that can still be in time, but after `patience` nobody who arrives later passes it (the argument is that of
-    AgedShortestFirst with headstart <= max(objective, patience)). Gives up first whose stream is furthest ahead.
+    Three groups, served one after another:
+
+    1. who has waited `patience`, in order of arrival;
+    2. a set of requests that can all be in time, earliest deadline first: the waiting ones are taken by deadline, and when
+       the work taken no longer fits before the next deadline, the longest of them is left out (Moore 1968: no other choice
+       leaves fewer late). Work is prefill seconds in steps of the usual budget, decodes and all;
+    3. those left out and those already late, shortest first: they use what the second group leaves of a step.
+
+    When the second group holds more than a step's prompts, a step is given to prompts alone (`holds_decodes`), so long as
+    every stream stays on its schedule (see next_token_due) and nobody waits longer than twice the per-token objective.
+
+    Promise: nobody who arrives later than arrival(r) + patience is served before r, so the bound of AgedShortestFirst holds
+    with headstart = patience. Gives up first whose stream is furthest ahead of its own schedule.
     """
 
     name = "deadline"
 
-    def __init__(self, ttft_s: float, per_token_s: float, patience_s: float) -> None:
-        self.ttft_s, self.per_token_s, self.patience_s = ttft_s, per_token_s, patience_s
+    def __init__(self, ttft_s: float, per_token_s: float, patience_s: float, step_tokens: int) -> None:
+        self.ttft_s, self.per_token_s, self.patience_s, self.step_tokens = ttft_s, per_token_s, patience_s, step_tokens
 
-    def key(self, request: Request, now: float, estimator: Estimator) -> float:
-        due = next_token_due(request, self.ttft_s, self.per_token_s)
-        if due < now:
-            hopeless = True
-        else:
-            hopeless = not request.output_token_ids and now + estimator.remaining_if(request, 0) > due
-        return max(due, request.arrival_s + self.patience_s) if hopeless else due
+    def step_times(self, running: Sequence[Request], estimator: Estimator) -> tuple[float, float]:
+        """Seconds of a full step of prompts alone, and of one that also decodes."""
+        decoding = [r for r in running if r.output_token_ids]
+        left = max(1, self.step_tokens - len(decoding))
+        kv = sum(r.num_tokens for r in decoding)
+        mixed = estimator.step_seconds(PlanShape(((left, 0),), len(decoding), kv, 0, len(decoding) + 1))
+        alone = estimator.prefill_seconds(self.step_tokens)
+        return alone, max(mixed, 1e-9) * self.step_tokens / left
+
+    def order(
+        self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        alone, mixed = self.step_times(running, estimator)
+        stretch = max(1.0, mixed / max(alone, 1e-9))
+        aged: list[Request] = []
+        late: list[tuple[float, float, int, Request]] = []
+        hopeful: list[tuple[float, float, int, Request, float]] = []
+        for r in waiting:
+            due = next_token_due(r, self.ttft_s, self.per_token_s)
+            seconds = stretch * estimator.remaining_if(r, 0)
+            if now >= r.arrival_s + self.patience_s:
+                aged.append(r)
+            elif now + seconds > due:
+                late.append((seconds, r.arrival_s, r.request_id, r))
+            else:
+                hopeful.append((due, r.arrival_s, r.request_id, r, seconds))
+        hopeful.sort()
+        dropped = self._dropped(hopeful, now)
+        in_time = [r for _, _, number, r, _ in hopeful if number not in dropped]
+        late += [(seconds, arrival, number, r) for _, arrival, number, r, seconds in hopeful if number in dropped]
+        aged.sort(key=lambda r: (r.arrival_s, r.request_id))
+        order = aged + in_time + [r for _, _, _, r in sorted(late)]
+        return order, Lazily(lambda: sorted(running, key=self._ahead, reverse=True))
+
+    @staticmethod
+    def _dropped(hopeful: list[tuple[float, float, int, Request, float]], now: float) -> set[int]:
+        """Numbers of those to leave out so that the others are in time, by Moore's rule; `hopeful` is sorted by deadline."""
+        taken: list[tuple[float, int]] = []  # heap: the longest on top
+        dropped: set[int] = set()
+        done = now
+        for due, _, number, _, seconds in hopeful:
+            heapq.heappush(taken, (-seconds, number))
+            done += seconds
+            if done > due:
+                longest, left_out = heapq.heappop(taken)
+                done += longest
+                dropped.add(left_out)
+        return dropped
+
+    def holds_decodes(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
+        urgent = 0
+        for r in prompts:
+            due = next_token_due(r, self.ttft_s, self.per_token_s)
+            if now + estimator.remaining_if(r, 0) <= due:
+                urgent += r.num_tokens - r.num_computed
+        decodes = sum(1 for r in running if r.output_token_ids)
+        if urgent <= self.step_tokens - decodes:
+            return False
+        alone, mixed = self.step_times(running, estimator)
+        next_token = now + alone + mixed
+        for r in running:
+            if r.last_token_s is not None:
+                own = self.per_token_s if r.per_token_deadline_s is None else r.per_token_deadline_s
+                if next_token > min(next_token_due(r, self.ttft_s, self.per_token_s), r.last_token_s + 2 * own):
+                    return False
+        return True
+
+    def _ahead(self, request: Request) -> tuple[float, int]:
+        return next_token_due(request, self.ttft_s, self.per_token_s), request.request_id

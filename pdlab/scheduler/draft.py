@@ -42,6 +42,14 @@ class Draft:
     def running(self) -> int:
         return len(self.scheduler.running)
 
+    def decodes_held(self) -> bool:
+        """Whether the policy wants this step for prompts alone."""
+        s = self.scheduler
+        if not s.policy_holds or not (s.waiting or s.prefilling) or len(s.running) == len(s.prefilling):
+            return False
+        prompts, running = [*s.prefilling.values(), *s.waiting.values()], list(s.running.values())
+        return s.policy.holds_decodes(prompts, running, self.now, s.estimator)
+
     def decode_all(self) -> None:
         """One token for every request past its prompt, save those whose last token is already on its way and those that
         wait for memory which steps in flight still read."""

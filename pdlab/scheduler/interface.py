@@ -28,6 +28,11 @@ class Policy(ABC):
         would give up for it (see `preempts`).
         """
 
+    def holds_decodes(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
+        """Whether this step should be given to `prompts` alone, because every running stream can spare its next token.
+        Asked only where it is overridden, and only by batchings that mix prompts and decodes."""
+        return False
+
     def preempts(self, candidate: Request, victim: Request, now: float, estimator: Estimator) -> bool:
         """Whether `victim` should give up its place to the waiting `candidate` even though it could go on."""
         return False

@@ -9,7 +9,7 @@ order to serve the first and to give up the second. It holds no queue; what it r
     least_remaining  estimated seconds left, now; preempts              starves long requests under load
     oracle           sjf_aging with the true output length: what better guesses could win at most
     priority         classes share the device by weight; preempts      no class starves
-    deadline         earliest deadline that can still be met (deadlines.py)
+    deadline         most first tokens in time, see deadlines.py        every wait is bounded by patience
     article          shortest first within a time budget, as the article has it (article_policy.py)
 """
 
@@ -127,14 +127,15 @@ class AgedShortestFirst(ShortestFirst):
 
         key(r) = arrival(r) + headstart(r)      headstart(r) = min(factor · seconds_alone(r), patience)
 
-    seconds_alone is estimated once, when r is first seen. Every headstart is >= 0, so a request that arrives after key(r)
-    has a larger key than r: from key(r) on, the set of requests before r only shrinks. Promise:
+    seconds_alone is estimated once, when r is first seen. Every headstart is >= 0, so whoever arrives after key(r) has a
+    larger key than r: from key(r) on, nobody new gets before r. Promise:
 
-        wait(r) <= headstart(r) + work(r)       work(r) = seconds alone of those still there at key(r) with smaller keys
+        wait(r) <= headstart(r) + work(r)
 
-    since a step that serves several takes no longer than serving them one after another. In steps: after key(r), r is
-    served at the latest when those before it have computed all their tokens, one a step. `patience` bounds headstart
-    whatever the estimates say, so a wrong estimator costs order, never the bound.
+    work(r) = seconds alone of what is left, at key(r), of those that then run and those that then wait with a smaller key;
+    for a step that serves several takes no longer than serving them one after another. In steps: each step from key(r) on
+    computes at least one token of that set until r is served. What a lack of memory makes compute again adds to it.
+    `patience` bounds headstart whatever the estimates say, so a wrong estimator costs order, never the bound.
     """
 
     name = "sjf_aging"
@@ -199,31 +200,33 @@ class WeightedPriority(Policy):
         self.ratio = ratio
         self._seconds = Remembered()
         self._given: dict[int, float] = {}  # class -> seconds given / weight
-        self._counted: set[int] = set()  # running requests whose seconds are in _given
+        self._unserved: list[Request] = []  # waited last time and had not been scheduled
 
     def weight(self, priority: int) -> float:
         return self.ratio ** max(-64, min(64, priority))
 
+    def _share(self, request: Request, estimator: Estimator) -> float:
+        return self._seconds.get(request, estimator.remaining) / self.weight(request.priority)
+
     def _count(self, waiting: Sequence[Request], running: Sequence[Request], estimator: Estimator) -> None:
+        """Charges to each class what was admitted since last time, ended already or not."""
+        for r in self._unserved:
+            if r.first_scheduled_s is not None:
+                self._given[r.priority] = self._given.get(r.priority, 0.0) + self._share(r, estimator)
+        self._unserved = [r for r in waiting if r.first_scheduled_s is None]
         self._seconds.forget_all_but(waiting, running)
-        there = {r.request_id for r in running}
-        self._counted &= there
-        for r in running:
-            if r.request_id not in self._counted:
-                self._counted.add(r.request_id)
-                cost = self._seconds.get(r, estimator.remaining) / self.weight(r.priority)
-                self._given[r.priority] = self._given.get(r.priority, 0.0) + cost
+        present = {r.priority for r in waiting} | {r.priority for r in running}
+        floor = min((self._given[p] for p in present if p in self._given), default=0.0)
+        for p in present:
+            self._given[p] = max(self._given.get(p, floor), floor)
 
     def order(
         self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         self._count(waiting, running, estimator)
-        present = {r.priority for r in waiting} | {r.priority for r in running}
-        floor = min((self._given[p] for p in present if p in self._given), default=0.0)
         queues: dict[int, list[Request]] = {}
         for r in sorted(waiting, key=lambda r: (r.status is not Status.RUNNING, r.arrival_s, r.request_id), reverse=True):
             queues.setdefault(r.priority, []).append(r)
-        self._given = {p: max(self._given.get(p, floor), floor) for p in present}
         heap = [(self._given[p], -p) for p in queues]
         heapq.heapify(heap)
         out: list[Request] = []
@@ -231,8 +234,8 @@ class WeightedPriority(Policy):
             given, minus = heap[0]
             request = queues[-minus].pop()
             out.append(request)
-            if request.request_id not in self._counted:
-                given += self._seconds.get(request, estimator.remaining) / self.weight(-minus)
+            if request.first_scheduled_s is None:
+                given += self._share(request, estimator)
             if queues[-minus]:
                 heapq.heapreplace(heap, (given, minus))
             else:
@@ -257,7 +260,9 @@ def make_policy(config: EngineConfig) -> Policy:
         "oracle": lambda: OracleLengths(config.aging_factor, config.patience_s),
         "least_remaining": LeastRemaining,
         "priority": lambda: WeightedPriority(config.priority_ratio),
-        "deadline": lambda: EarliestDeadline(config.ttft_objective_s, config.per_token_objective_s, config.patience_s),
+        "deadline": lambda: EarliestDeadline(
+            config.ttft_objective_s, config.per_token_objective_s, config.patience_s, config.max_batch_tokens
+        ),
         "article": lambda: Article(config.article_budget_s),
         "article_no_ties": lambda: Article(config.article_budget_s, break_ties=True),
     }

@@ -252,6 +252,8 @@ class _Loop:
         while (due := self._next_arrival()) is not None and due <= now and self.next is not None:
             item, self.next = self.next, next(self.coming, None)
             prompt = prompt_of(item, self.number, self.engine.model.vocab_size, self.seed)
+            if len(self.live) < 4096 and len(prompt) < self.engine.max_len:  # lists are quicker; a long queue stays unmade
+                prompt = prompt[:]
             self.number += 1
             try:
                 if isinstance(prompt, str):
