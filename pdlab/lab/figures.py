@@ -7,6 +7,7 @@ measured | recorded | simulated (solid, filled markers), predicted (dashed) or a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["draw_lines", "heat", "latency", "roofline", "shares", "timeline", "utilization"]
+__all__ = ["chips", "draw_lines", "heat", "latency", "roofline", "serving", "shares", "timeline", "utilization"]
 
 
 def colours(series: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -63,7 +64,17 @@ def draw_lines(ax: Axes, table: pd.DataFrame) -> None:
         colour, marker = look[series]
         rows = rows.sort_values("x")
         if kind == "predicted":
-            ax.plot(rows["x"], rows["y"], "--", color=colour, marker="", linewidth=1.5, label=f"{series}, predicted")
+            alone = "_" if len(rows) == 1 else ""  # one point makes no line
+            ax.plot(
+                rows["x"],
+                rows["y"],
+                "--",
+                color=colour,
+                marker=alone,
+                markersize=12,
+                label=f"{series}, predicted",
+                linewidth=1.5,
+            )
         elif kind == "article":
             style: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": INK, "markersize": 8, "markeredgewidth": 1.4}
             ax.plot(rows["x"], rows["y"], "D", label=f"{series}, article", **style)
@@ -213,15 +224,14 @@ def utilization(
     figure, axes = canvas(claim, footer, size=(8.6, 4.4))
     ax = axes[0, 0]
     draw_lines(ax, table)
+    if limit is not None:
+        ax.axhline(limit[0], color=INK, linewidth=1.2, linestyle=":", label=limit[1])
     if (legend := ax.get_legend()) is not None:
         legend.remove()  # the lines cross everywhere, so no corner of the axes is free
-        figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
     ax.set(xscale="log", xlabel=xlabel, ylabel="share of the measured ceiling, %")
     ax.set_ylim(0, max(105.0, float(table["y"].max()) * 1.08))
     plain_ticks(ax.xaxis, table["x"])
-    if limit is not None:
-        ax.axhline(limit[0], color=INK, linewidth=1.2, linestyle=":")
-        ax.text(1.0, limit[0], limit[1], transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8.5, color=INK)
     return figure
 
 
@@ -244,4 +254,55 @@ def timeline(
     ax.set(xlabel="time since the request, ms", xlim=(0, end * 1.03), ylim=(0, 2.3), yticks=[])
     ax.grid(False)
     ax.spines["left"].set_visible(False)
+    return figure
+
+
+def _short_name(name: str) -> str:
+    """A driver's name without maker, socket and memory type: NVIDIA A100-SXM4-40GB is A100 40GB."""
+    return re.sub(r"NVIDIA |GeForce |Tesla |\(R\)|\(TM\)| HBM\w*|-SXM\d?(?=-)", "", name).replace("-", " ")[:24]
+
+
+def chips(table: pd.DataFrame, *, claim: str, footer: str) -> LabFigure:
+    """Devices by bandwidth (x) and matrix rate (y); equal ridges lie on the dotted diagonals.
+
+    `table`: name, bytes_per_s, flops_per_s, source ("measured": filled; anything else, as "data sheet": hollow).
+    """
+    from matplotlib.ticker import FuncFormatter
+
+    figure, axes = canvas(claim, footer, size=(8.6, 4.8))
+    ax = axes[0, 0]
+    x, y = table["bytes_per_s"] / 1e9, table["flops_per_s"] / 1e12
+    low, high = x.min() / 2.2, x.max() * 4
+    for ridge in (1, 10, 100, 1000):
+        ax.plot([low, high], [low * ridge / 1e3, high * ridge / 1e3], ":", color=FAINT, marker="", linewidth=0.9)
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(y.min() / 3, y.max() * 4))
+    for (source, rows), (colour, marker) in zip(table.groupby("source", sort=True), zip(PALETTE, MARKERS)):
+        fill = colour if source == "measured" else "none"
+        rx, ry = rows["bytes_per_s"] / 1e9, rows["flops_per_s"] / 1e12
+        ax.plot(rx, ry, marker, color=colour, markerfacecolor=fill, markersize=8, markeredgewidth=1.5, label=str(source))
+    for i, (px, name, py) in enumerate(sorted(zip(x, table["name"], y))):  # neighbours are labelled on opposite sides
+        at: dict[str, Any] = {"ha": "right", "va": "bottom"} if i % 2 else {"ha": "left", "va": "top"}
+        offset = (-5, 4) if i % 2 else (5, -4)
+        ax.annotate(_short_name(str(name)), (px, py), offset, textcoords="offset points", fontsize=8.5, **at)
+    for ridge in (1, 10, 100, 1000):
+        at_x = max(low * 1.1, ax.get_ylim()[0] * 1e3 / ridge * 1.3)
+        ax.text(at_x, at_x * ridge / 1e3 * 1.7, f"{ridge:,} FLOP/byte", fontsize=8, color=FAINT)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(short))
+    ax.set(xlabel="memory, GB/s", ylabel="matrix products, TFLOP/s")
+    ax.legend(loc="lower right")
+    return figure
+
+
+def serving(steps: pd.DataFrame, *, claim: str, footer: str) -> LabFigure:
+    """A trace of steps (ServeResult.steps): what each step carried, and how many requests ran and waited, over time."""
+    figure, axes = canvas(claim, footer, size=(8.6, 4.6), rows=2, sharex=True, height_ratios=(1.2, 1))
+    top, below = axes[:, 0]
+    top.bar(steps["t_start"], steps["prefill_tokens"], steps["t_end"] - steps["t_start"], align="edge", color=PALETTE[0])
+    top.set_ylabel("prompt tokens a step")
+    top.set_ylim(0, max(1.0, float(steps["prefill_tokens"].max())) * 1.1)
+    for column, label, colour in (("decode_count", "decoding", PALETTE[1]), ("waiting", "waiting", PALETTE[2])):
+        below.plot(steps["t_end"], steps[column], drawstyle="steps-pre", color=colour, marker="", label=label)
+    below.set(xlabel="time, s", ylabel="requests", ylim=(0, None))
+    below.legend(loc="upper right")
     return figure

@@ -62,12 +62,13 @@ def phases(
     return pd.DataFrame(table)
 
 
-def over(table: pd.DataFrame, x: str, series: Sequence[str] | pd.Series) -> pd.DataFrame:
-    """A phases table for figures.latency: `ms` as measured and `floor_ms` as predicted over column `x`."""
+def over(table: pd.DataFrame, x: str, series: Sequence[str] | pd.Series, kind: str = "measured") -> pd.DataFrame:
+    """A phases table for figures.latency: `ms` as `kind` and `floor_ms` as predicted over column `x`."""
     import pandas as pd
 
     base = pd.DataFrame({"x": table[x].to_numpy(), "series": list(series)})
-    measured = base.assign(y=table["ms"].to_numpy(), p10=table["p10"].to_numpy(), p90=table["p90"].to_numpy(), kind="measured")
+    measured = base.assign(y=table["ms"].to_numpy(), p10=table["p10"].to_numpy(), p90=table["p90"].to_numpy(), kind=kind)
+    measured = measured[measured["y"].notna()]
     return pd.concat([measured, base.assign(y=table["floor_ms"].to_numpy(), kind="predicted")], ignore_index=True)
 
 
@@ -121,6 +122,33 @@ def context_limit(config: ModelConfig, ridge: float, itemsize: int) -> float:
     weights = step_flops(config, decode_shape(1, 0)).total  # 2 W
     room = ridge * config.kv_bytes_per_token(itemsize) - 4 * config.num_layers * config.q_size
     return weights / room if room > 0 else float("inf")
+
+
+def recorded_phases(device: str, models: Sequence[str] = ("llama-1b", "llama-3-8b")) -> tuple[pd.DataFrame, str]:
+    """The recorded steps of a device as a table for `over`, and the word for it: "recorded".
+
+    Where nothing was recorded yet: the floors of a usual set of steps from the data sheet, and "predicted".
+    """
+    import pandas as pd
+
+    from pdlab.bench.prefill_vs_decode import Step, steps_of
+    from pdlab.bench.records import latest
+    from pdlab.costs.roofline import ceilings_for
+
+    rows, table = latest(device, "prefill_vs_decode", kind="measured"), []
+    known = (
+        {(r.model, r.phase, r.batch, r.tokens): r for r in rows[rows["metric"] == "latency"].itertuples()} if len(rows) else {}
+    )
+    wanted = list(known) or [(m, s.phase, s.batch, s.tokens) for m in models for s in steps_of("full", config_of(m))]
+    for model, phase, batch, tokens in wanted:
+        row = known.get((model, phase, batch, tokens))
+        dtype = row.dtype if row else "bfloat16"
+        floor = step_time(config_of(model), Step(phase, batch, tokens).shape, ceilings_for(device, dtype), itemsize_of(dtype))
+        ms = (row.median, row.p10, row.p90) if row else (float("nan"),) * 3
+        new = batch * (tokens if phase == "prefill" else 1)
+        table.append((model, phase, batch, tokens, new, *ms, floor.seconds * 1e3, floor.bound))
+    columns = ["model", "phase", "batch", "tokens", "new_tokens", "ms", "p10", "p90", "floor_ms", "bound"]
+    return pd.DataFrame(table, columns=columns), "recorded" if known else "predicted"
 
 
 def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str = "nvidia-h200") -> Any:

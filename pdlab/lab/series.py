@@ -1,0 +1,47 @@
+"""The series and its ledger as tables for notebooks, drawn from notebooks/manifest.json and data/claims.csv."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pdlab.core.paths import checkout_dir
+
+
+def entries() -> list[dict[str, Any]]:
+    """The notebooks of the manifest, in order; empty where there is no checkout."""
+    root = checkout_dir()
+    path = root / "notebooks" / "manifest.json" if root else None
+    return json.loads(path.read_text(encoding="utf-8"))["notebooks"] if path and path.is_file() else []
+
+
+def _time(entry: dict[str, Any]) -> str:
+    seconds, where = entry.get("seconds", {}), entry.get("measured_on", {})
+    return "; ".join(f"{profile} {s:.0f} s ({where.get(profile, 'not said where')})" for profile, s in seconds.items()) or "–"
+
+
+def contents() -> Any:
+    """Markdown: number, title with its link, goal, claims, time measured, hardware."""
+    from IPython.display import Markdown
+
+    lines = ["| | notebook | what you will see | claims | time | needs |", "|---|---|---|---|---|---|"]
+    for e in entries():
+        link = f"[{e['title']}]({e['file']})"
+        lines.append(
+            f"| {e['file'][:2]} | {link} | {e['goal']} | {', '.join(e['claims']) or '–'} | {_time(e)} | {e['hardware']} |"
+        )
+    return Markdown("\n".join(lines) if len(lines) > 2 else "The contents are in the checkout's `notebooks/manifest.json`.")
+
+
+def ledger(device: str) -> Any:
+    """Markdown: every claim, what the article says, and the verdict from what is recorded for `device`."""
+    from IPython.display import Markdown
+
+    from pdlab.claims import judge
+
+    lines = [f"| | claim | the article | verdict from {device}'s records |", "|---|---|---|---|"]
+    for v in judge(device):
+        cells = (v.id, v.claim, v.article, v.verdict.replace("_", " "))
+        lines.append("| " + " | ".join(re.sub(r"([|_*])", r"\\\1", cell) for cell in cells) + " |")
+    return Markdown("\n".join(lines))
