@@ -13,6 +13,8 @@ VARIANTS = {
     "three-at-a-time": {"max_batch_tokens": 9, "max_batch_requests": 3},
     "whole-prompts": {"batching": "continuous", "max_batch_tokens": 20},
     "padded": {"batching": "static", "static_batch_tokens": 150},
+    "padded-extents": {"batching": "article_mended", "static_batch_tokens": 150, "kv_allocator": "contiguous_pool"},
+    "own-pieces": {"kv_allocator": "per_request", "steps_in_flight": 2, "kv_capacity_tokens": 400},
     "page-of-1": {"page_size": 1},
     "page-of-5-prefix": {"page_size": 5, "prefix_reuse": True},
     "two-in-flight": {"steps_in_flight": 2},
