@@ -176,9 +176,11 @@ class Scheduler:
         One page is left for each request that runs, so that an admission is not paid for by a preemption in the very
         next page."""
         rid, n = request.request_id, request.num_tokens
+        spare = self.allocator.stats().free - len(self.running) * self.allocator.granule
+        if not self.rows or spare <= 0:
+            return False
         cached = self.cached_prefix(request)
-        spare = len(self.running) * self.allocator.granule
-        if not self.rows or self.allocator.stats().free < n - cached + spare:
+        if spare < n - cached:
             return False
         if cached:
             cached = self.allocator.adopt_prefix(rid, request.tokens(0, n))
