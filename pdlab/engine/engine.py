@@ -161,10 +161,14 @@ class Engine:
         events = self.expire(now)
         plan = self.scheduler.plan(now)
         self.stuck = plan is None and not self.in_flight and bool(self.live)
-        if plan is not None:
-            self.in_flight.append(self.submit(plan, started))
-        if self.in_flight and (plan is None or len(self.in_flight) >= self.config.steps_in_flight):
-            events += self.commit_oldest()
+        try:
+            if plan is not None:
+                self.in_flight.append(self.submit(plan, started))
+            if self.in_flight and (plan is None or len(self.in_flight) >= self.config.steps_in_flight):
+                events += self.commit_oldest()
+        except BaseException:  # an interrupt (Ctrl-C) or a bug: nobody knows how far the step came
+            self.recover()
+            raise
         return events
 
     def expire(self, now: float) -> list[TokenEvent]:
@@ -267,16 +271,20 @@ class Engine:
         return self.finish(live, FinishReason.ERROR, t, f"StepFailed: {error}")
 
     def fail(self, cause: BaseException) -> list[TokenEvent]:
-        """The oldest step failed: the requests it carried end with the cause. Steps behind it are dropped, and what else
-        was running is computed again, since the executor forgets everything."""
+        """The oldest step failed: the requests it carried end with the cause."""
+        carried = [self.live[r.request_id] for r in self.recover() if r.request_id in self.live]
+        now = self.clock.now()
+        error = f"StepFailed: the step that carried this request failed: {type(cause).__name__}: {cause}"
+        return [self.finish(live, FinishReason.ERROR, now, error) for live in carried]
+
+    def recover(self) -> list[Request]:
+        """Back to a state that is known: steps in flight are dropped, the executor forgets everything, what runs is computed
+        again. Returns the requests of the oldest step that was not committed."""
         for flight in self.in_flight:
             flight.handle.result()
         self.in_flight.clear()
         self.executor.reset()
-        now = self.clock.now()
-        error = f"StepFailed: the step that carried this request failed: {type(cause).__name__}: {cause}"
-        carried = [self.live[r.request_id] for r in self.scheduler.restart() if r.request_id in self.live]
-        return [self.finish(live, FinishReason.ERROR, now, error) for live in carried]
+        return self.scheduler.restart()
 
     def give_up(self) -> list[TokenEvent]:
         """For a caller that expects no more arrivals: ends what the policy would never admit. Only when stuck."""

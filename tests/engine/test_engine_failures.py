@@ -18,7 +18,7 @@ FLIGHTS = pytest.mark.parametrize("flights", [1, 2])
 class FailsOnce:
     """A model's forward pass that raises in its n-th call."""
 
-    def __init__(self, llm: LLM, nth: int, error: Exception) -> None:
+    def __init__(self, llm: LLM, nth: int, error: BaseException) -> None:
         self.model = llm.engine.executor.model  # type: ignore[attr-defined]
         self.forward, self.calls, self.nth, self.error = self.model.forward, 0, nth, error
 
@@ -68,6 +68,20 @@ def test_requests_that_a_failing_step_did_not_carry_are_computed_again() -> None
         assert second.finish_reason == "error"
         assert third.finish_reason == "length"
         assert tuple(third.output_token_ids) == alone(FAMILIES[0])[2]
+        assert_nothing_leaked(llm)
+
+
+@FLIGHTS
+def test_an_interrupt_in_the_middle_of_a_step_ends_what_was_asked_for_and_harms_no_other_stream(flights: int) -> None:
+    with tiny(steps_in_flight=flights) as llm:
+        stream = llm.stream(prompts()[3], GREEDY)
+        first = next(stream)
+        with FailsOnce(llm, 4, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts(), GREEDY)
+        assert len(llm.engine.live) == 1
+        tokens = (first.token_id, *(e.token_id for e in stream))
+        assert tokens == alone(FAMILIES[0])[3]
+        assert tuple(tuple(o.token_ids) for o in llm.generate(prompts(), GREEDY)) == alone(FAMILIES[0])
         assert_nothing_leaked(llm)
 
 
