@@ -46,8 +46,8 @@ class ContinuousChunked(Batching):
         for request in step.candidates():
             if step.left <= 0:
                 return
-            if step.admit(request):
-                step.prefill(request, step.left)
+            if (tokens := step.chunk(request)) > 0 and step.admit(request):
+                step.prefill(request, tokens)
 
 
 class Continuous(Batching):

@@ -50,7 +50,8 @@ class EarliestDeadline(Policy):
     2. a set of requests that can all be in time, earliest deadline first: the waiting ones are taken by deadline, and when
        the work taken no longer fits before the next deadline, the longest of them is left out (Moore 1968: no other choice
        leaves fewer late). Work is prefill seconds in steps of the usual budget, decodes and all;
-    3. those left out and those already late, shortest first: they use what the second group leaves of a step.
+    3. those left out and those already late, shortest first: they use what the second group leaves of a step, up to a
+       quarter of its budget, so that whoever arrives meanwhile finds a short step.
 
     When the second group holds more than a step's prompts, a step is given to prompts alone (`holds_decodes`), so long as
     every stream stays on its schedule (see next_token_due) and nobody waits longer than twice the per-token objective.
@@ -63,6 +64,7 @@ class EarliestDeadline(Policy):
 
     def __init__(self, ttft_s: float, per_token_s: float, patience_s: float, step_tokens: int) -> None:
         self.ttft_s, self.per_token_s, self.patience_s, self.step_tokens = ttft_s, per_token_s, patience_s, step_tokens
+        self._late: set[int] = set()
 
     def step_times(self, running: Sequence[Request], estimator: Estimator) -> tuple[float, float]:
         """Seconds of a full step of prompts alone, and of one that also decodes."""
@@ -95,6 +97,7 @@ class EarliestDeadline(Policy):
         in_time = [r for _, _, number, r, _ in hopeful if number not in dropped]
         late += [(seconds, arrival, number, r) for _, arrival, number, r, seconds in hopeful if number in dropped]
         aged.sort(key=lambda r: (r.arrival_s, r.request_id))
+        self._late = {number for _, _, number, _ in late}
         order = aged + in_time + [r for _, _, _, r in sorted(late)]
         return order, Lazily(lambda: sorted(running, key=self._ahead, reverse=True))
 
@@ -130,6 +133,9 @@ class EarliestDeadline(Policy):
                 if next_token > min(next_token_due(r, self.ttft_s, self.per_token_s), r.last_token_s + 2 * own):
                     return False
         return True
+
+    def chunk(self, request: Request, left: int, used: int) -> int:
+        return max(0, min(left, max(1, self.step_tokens // 4) - used)) if request.request_id in self._late else left
 
     def _ahead(self, request: Request) -> tuple[float, int]:
         return next_token_due(request, self.ttft_s, self.per_token_s), request.request_id

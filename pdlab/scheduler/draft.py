@@ -96,6 +96,10 @@ class Draft:
                 self.preempt(victim)
         return not self.closed
 
+    def chunk(self, request: Request) -> int:
+        """Tokens of its prompt that the policy grants `request` of what is left."""
+        return self.scheduler.policy.chunk(request, self.left, self.budget - self.decodes - self.left)
+
     def prefill(self, request: Request, tokens: int) -> None:
         """The next `tokens` tokens of what `request` has not computed (fewer if it has fewer; none if tokens <= 0)."""
         lo = request.num_scheduled

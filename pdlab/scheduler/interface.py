@@ -33,6 +33,11 @@ class Policy(ABC):
         Asked only where it is overridden, and only by batchings that mix prompts and decodes."""
         return False
 
+    def chunk(self, request: Request, left: int, used: int) -> int:
+        """How many prompt tokens `request` may have in this step, of `left` that the budget still holds; `used` went to
+        prompts before it. A policy that gives less keeps the step short for those who may arrive during it."""
+        return left
+
     def preempts(self, candidate: Request, victim: Request, now: float, estimator: Estimator) -> bool:
         """Whether `victim` should give up its place to the waiting `candidate` even though it could go on."""
         return False

@@ -1,5 +1,7 @@
 """Static batches and the article's: what is padded, what overruns, what is mended."""
 
+from itertools import pairwise
+
 import pytest
 from driving import add, make_engine, run
 from hypothesis import given
@@ -95,7 +97,7 @@ def test_one_at_a_time_pads_nothing_and_overlaps_nothing():
     requests = [add(engine, p, o) for p, o in ((3, 4), (9, 2), (5, 5))]
     run(engine)
     assert totals(engine) == 0
-    assert all(a.finish_s <= b.first_scheduled_s for a, b in zip(requests, requests[1:], strict=False))
+    assert all(a.finish_s <= b.first_scheduled_s for a, b in pairwise(requests))
 
 
 def test_sorting_by_length_pads_less_than_arrival_order():

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from pdlab.scheduler.deadlines import EarliestDeadline
 from pdlab.scheduler.policies import AgedShortestFirst
 
 SETTINGS = settings(
@@ -35,6 +36,8 @@ class WaitBound(RuleBasedStateMachine):
 
     def key(self, r):
         policy = self.engine.scheduler.policy
+        if isinstance(policy, EarliestDeadline):
+            return r.arrival_s + policy.patience_s
         assert isinstance(policy, AgedShortestFirst)
         return policy.key(r, self.engine.clock.now(), self.guesses)
 
@@ -90,7 +93,7 @@ class WaitBound(RuleBasedStateMachine):
             assert all(len(r.output_token_ids) == r.params.max_tokens for r in self.all)
 
 
-@pytest.mark.parametrize("policy", ["sjf_aging", "oracle"])
+@pytest.mark.parametrize("policy", ["sjf_aging", "oracle", "deadline"])
 def test_every_wait_is_under_the_stated_bound_whatever_the_estimates(policy):
     run_state_machine_as_test(type("Bound", (WaitBound,), {"policy": policy}), settings=SETTINGS)
 

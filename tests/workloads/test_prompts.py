@@ -15,7 +15,7 @@ from pdlab.workloads.workload import Item
 
 def test_workloads_need_neither_torch_nor_pandas():
     code = (
-        "import sys; import pdlab.workloads.generators, pdlab.workloads.traces, pdlab.workloads.prompts, pdlab.workloads.replay;"
+        "import sys; from pdlab.workloads import generators, traces, prompts, replay;"
         "assert not {'torch', 'pandas', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
