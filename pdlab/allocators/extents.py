@@ -214,6 +214,13 @@ class ExtentAllocator(Allocator):
             raise AllocatorError(f"request {rid} has no room at positions [{lo}, {hi})", "reserve it first")
         return np.arange(piece.start + lo, piece.start + hi)
 
+    def slots_many(self, rids: Sequence[int], lo: Sequence[int], hi: Sequence[int]) -> np.ndarray:
+        if all(b - a == 1 for a, b in zip(lo, hi, strict=True)):
+            pieces = [self._piece(rid) for rid in rids]
+            if all(0 <= a < piece.size for a, piece in zip(lo, pieces, strict=True)):
+                return np.array([piece.start + a for a, piece in zip(lo, pieces, strict=True)], np.int64)
+        return super().slots_many(rids, lo, hi)
+
     def base(self, rid: int) -> int:
         return self._piece(rid).start
 
@@ -233,6 +240,15 @@ class ExtentAllocator(Allocator):
             )
         self._held += end - piece.held
         piece.held = end
+
+    def appended(self, rids: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> None:
+        for rid, position in zip(rids, positions, strict=True):
+            piece = self._pieces.get(rid)
+            if piece is None or position != piece.held or position >= piece.size:
+                self.written(rid, (-1,), position)
+            else:
+                piece.held = position + 1
+                self._held += 1
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         return 0

@@ -56,6 +56,15 @@ def waves(copies: Iterable[KVCopy]) -> list[list[KVCopy]]:
     return out
 
 
+def slot_lists(wave: Sequence[KVCopy], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(source slots, destination slots) of one set of copies, i64 on the device."""
+    lens = np.array([op.tokens for op in wave])
+    within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    both = np.stack([np.repeat([op.src for op in wave], lens), np.repeat([op.dst for op in wave], lens)]) + within
+    src, dst = torch.from_numpy(both).to(device, non_blocking=True)
+    return src, dst
+
+
 def run_copies(k: torch.Tensor, v: torch.Tensor, copies: Sequence[KVCopy]) -> None:
     """Does what the copies say, in their order, on the current stream: by the kernel on a GPU, else in plain PyTorch."""
     if not copies:
@@ -64,8 +73,4 @@ def run_copies(k: torch.Tensor, v: torch.Tensor, copies: Sequence[KVCopy]) -> No
     if k.is_cuda:
         from pdlab.kernels.kv_copy import kv_copy as copy
     for wave in waves(copies):
-        lens = np.array([op.tokens for op in wave])
-        within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
-        both = np.stack([np.repeat([op.src for op in wave], lens), np.repeat([op.dst for op in wave], lens)]) + within
-        src, dst = torch.from_numpy(both).to(k.device, non_blocking=True)
-        copy(k, v, src, dst)
+        copy(k, v, *slot_lists(wave, k.device))

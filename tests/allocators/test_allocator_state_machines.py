@@ -43,4 +43,4 @@ def test_tokens_survive_any_interleaving(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_survive_any_long_interleaving(case: str) -> None:
-    play(case, examples=150, steps=150)
+    play(case, examples=60, steps=100)

@@ -1,0 +1,113 @@
+"""Prompts that begin alike, computed once: chats that send their whole history with every turn, and a common system prompt.
+
+    hit_rate     percent of prompt tokens that were found in memory instead of computed
+    latency      ms from arrival to the first token (quantile)
+    throughput   requests a second
+
+A chat has `turns` turns; each prompt is the system prompt, all earlier questions and answers, and a new question. A client
+sends a turn when the last was answered. The variants are `reuse` and `none`: the same requests, the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pdlab.bench.memory_runs import play, real_engine, recorder_for, simulated_engine
+from pdlab.core.config import EngineConfig
+from pdlab.engine.engine import Engine
+from pdlab.workloads.replay import Outcome
+from pdlab.workloads.workload import Item, Workload
+
+if TYPE_CHECKING:
+    from pdlab.bench.suites import Context
+
+NAME = "prefix_reuse"
+HELP = "first-token latency and throughput of chats with and without reuse of what memory still holds"
+
+SIMULATED = {"nvidia-h200": "llama-3-8b", "nvidia-a100-sxm4-40gb": "llama-2-7b"}
+
+
+def chats(clients: int, per_client: int, turns: int, seed: int, *, system: int = 256, scale: float = 1.0) -> Workload:
+    """Turn by turn over all chats, so that every chat goes on after the others had their turn."""
+    rng = np.random.default_rng(seed)
+    items: list[Item] = []
+    for wave in range(per_client):
+        history: list[list[tuple[int, int]]] = [[(0, system)] for _ in range(clients)]
+        for turn in range(turns):
+            for chat, before in enumerate(history):
+                question, answer = (max(1, int(scale * x)) for x in np.exp(rng.normal((4.2, 4.9), 0.7)))
+                number = 2 * ((wave * turns + turn) * clients + chat) + 1
+                before.append((number, question))
+                items.append(
+                    Item(0.0, prompt_tokens=sum(n for _, n in before), max_tokens=answer, kind="chat", pieces=tuple(before))
+                )
+                before.append((number + 1, answer))
+    return Workload("chat", items, seed, clients)
+
+
+def hit_rate(engine: Engine, workload: Workload) -> tuple[Outcome, float]:
+    """The replay, and the percentage of its prompt tokens that were found in memory."""
+    found = 0
+    scheduler = engine.scheduler
+    admit = scheduler.admit
+
+    def counted(request: Any, now: float) -> bool:
+        nonlocal found
+        first = request.first_scheduled_s is None
+        admitted = admit(request, now)
+        found += request.cached_prompt_tokens if admitted and first else 0
+        return admitted
+
+    scheduler.admit = counted  # type: ignore[method-assign]
+    outcome = play(engine, workload)
+    return outcome, 100 * found / max(1, outcome.prompt_tokens)
+
+
+def run(ctx: Context) -> None:
+    clients, per_client, turns = (64, 2, 6) if ctx.full else (8, 1, 3)
+    for device, model in SIMULATED.items():
+        if ctx.full or device != "nvidia-h200":
+            with recorder_for(ctx, device) as record:
+                for reuse in (False, True):
+                    config = EngineConfig(executor="simulated", simulated_device=device, prefix_reuse=reuse)
+                    with simulated_engine(f"random:{model}", config) as engine:
+                        workload = chats(clients, per_client, turns, ctx.seed)
+                        _report(ctx, record, engine, workload, model, reuse, "simulated")
+    _measure(ctx, clients, per_client, turns)
+
+
+def _measure(ctx: Context, clients: int, per_client: int, turns: int) -> None:
+    from pdlab.models.loading import load
+
+    model = SIMULATED["nvidia-h200"] if ctx.full and ctx.device.startswith("cuda") else "llama-tiny"
+    workload = chats(clients, per_client, turns, ctx.seed)
+    if model == "llama-tiny":
+        workload = chats(4, 1, 3, ctx.seed, system=48, scale=0.1)
+    loaded = load(f"random:{model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
+    for reuse in (False, True):
+        if ctx.left() <= 0:
+            return
+        config = EngineConfig(
+            device=ctx.device,
+            dtype=ctx.dtype,
+            prefix_reuse=reuse,
+            max_batch_requests=clients,
+            max_model_len=min(loaded.config.max_context, 8192),
+        )
+        with real_engine(loaded, config) as engine:
+            _report(ctx, ctx.record, engine, workload, model, reuse, "measured")
+
+
+def _report(ctx: Context, record: Any, engine: Engine, workload: Workload, model: str, reuse: bool, kind: str) -> None:
+    outcome, hits = hit_rate(engine, workload)
+    variant = "reuse" if reuse else "none"
+    params = {"model": model, "concurrency": workload.clients, "workload": workload.name, "requests": len(workload)}
+    shared: dict[str, Any] = {"variant": variant, "kind": kind}
+    record.add("hit_rate", hits, "percent", n=outcome.ended, params=params, **shared)
+    for quantile in (50, 99):
+        ms = outcome.ttft.quantile(quantile / 100) * 1e3
+        record.add("latency", ms, "ms", n=outcome.ttft.n, params=params | {"quantile": quantile}, **shared)
+    record.add("throughput", outcome.throughput, "req/s", n=outcome.complete, params=params, **shared)
+    ctx.say(f"  {model} {kind}, {variant:<5} {hits:5.1f} % found, {outcome.throughput:7.2f} req/s")

@@ -1,0 +1,148 @@
+"""The KV-memory suites: fair loads, numbers under the agreed names, and a soak that would notice a broken allocator."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdlab.allocators import make_allocator
+from pdlab.allocators.paged import Paged
+from pdlab.bench import kv_allocators, kv_compaction, kv_operations, prefix_reuse, suites
+from pdlab.bench.memory_runs import LONGEST, conversation, with_shared_prefixes
+from pdlab.core.config import ALLOCATORS, EngineConfig
+from pdlab.core.errors import AllocatorError
+from pdlab.workloads.prompts import prompt_of
+
+SMALL = [kv_allocators.Load("llama-tiny", 6, 14, kv_allocators.small_talk, kv_tokens=512)]
+
+
+def rows_of(name: str, tmp_path: Path, budget: float = 60.0) -> list[Any]:
+    _, record = suites.run(name, device="cpu", profile="smoke", out=tmp_path, budget_s=budget, say=lambda line: None)
+    return record.rows
+
+
+def test_every_variant_is_measured_on_the_same_requests_and_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_allocators, "SIMULATED", {})
+    monkeypatch.setattr(kv_allocators, "real_loads", lambda full: SMALL)
+    rows = rows_of("kv_allocators", tmp_path)
+    assert all(row.status == "ok" and math.isfinite(row.median) for row in rows)
+    points: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows:
+        points.setdefault((row.metric, *sorted(row.params.items())), set()).add(row.variant)
+    assert {frozenset(v) for v in points.values()} == {frozenset({"per_request", "contiguous_pool", "paged", "hybrid"})}
+    waste = {row.variant: row.median for row in rows if row.metric == "waste_internal" and row.params["concurrency"] == 6}
+    assert waste["per_request"] > waste["contiguous_pool"] > waste["paged"]
+    assert all(row.median == 0 for row in rows if row.metric == "waste_external" and row.variant in ("paged", "hybrid"))
+
+
+def test_the_simulated_article_shows_paging_ahead_when_memory_is_short() -> None:
+    from pdlab.bench.memory_runs import play, simulated_engine
+
+    load = kv_allocators.Load("llama-2-7b", 40, 60, kv_tokens=24_000)
+    served = {}
+    for variant in ("per_request", "paged"):
+        config = load.config(variant, executor="simulated", simulated_device="nvidia-a100-sxm4-40gb")
+        with simulated_engine("random:llama-2-7b", config) as engine:
+            served[variant] = play(engine, load.workload(0)).throughput
+    assert served["paged"] > 1.1 * served["per_request"]
+
+
+def test_the_load_has_the_lengths_of_the_trace_within_what_the_models_take() -> None:
+    workload = conversation(20, 3000, seed=4)
+    total = [item.prompt_tokens + item.max_tokens for item in workload]
+    assert max(total) <= LONGEST
+    assert np.mean([item.max_tokens for item in workload]) == pytest.approx(211, rel=0.06)
+    shared = with_shared_prefixes(workload.head(8), 4, 64)
+    prompts = [list(prompt_of(item, i, 1000, 0))[:64] for i, item in enumerate(shared)]
+    assert prompts[0] == prompts[4] != prompts[1]
+    assert shared.clients == 20
+
+
+@pytest.mark.parametrize("kind", ALLOCATORS)
+def test_a_soak_of_random_operations_loses_and_leaks_nothing(kind: str) -> None:
+    config = EngineConfig(kv_allocator=kind, page_size=8, hybrid_threshold=60, prefix_reuse=True)
+    soak = kv_operations.Soak(make_allocator(config, 2048, max_len=kv_operations.LONGEST), seed=3)
+    done, _ = soak.run(6000, 60.0, check_every=1500)
+    assert done == 6000
+    assert soak.lost == 0
+    assert len(soak.live) > 5
+    assert soak.end() == 0
+
+
+class Reckless(Paged):
+    """Frees at once what a step in flight or a sharer may still need: what the soak must notice."""
+
+    def fork(self, rid: int, new: int) -> bool:
+        done = super().fork(rid, new)
+        self._owners[new].room = len(self._owners[new].pages) * self.page_size  # both write the page that they share
+        return done
+
+
+def test_the_soak_notices_two_requests_that_write_one_page() -> None:
+    soak = kv_operations.Soak(Reckless(2048, 8), seed=3)
+
+    def troubled() -> bool:
+        try:
+            soak.run(6000, 60.0, check_every=500)
+        except AllocatorError:
+            return True
+        return soak.lost > 0
+
+    assert troubled()
+
+
+def test_compaction_of_a_fragmented_memory_moves_no_more_than_was_asked() -> None:
+    copies = kv_compaction.fragmented(4096, 16, seed=0)
+    assert 500 < sum(op.tokens for op in copies) <= 4096
+
+
+def test_making_room_on_demand_refuses_less_than_never_compacting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kv_compaction, "_cost", lambda ctx: None)
+    refused: dict[str, float] = {}
+    real = kv_compaction.recorder_for
+
+    def keep(ctx: Any, device: str) -> Any:
+        record = real(ctx, device)
+        add = record.add
+
+        def adding(metric: str, value: float, *args: Any, **more: Any) -> Any:
+            if metric == "refused":
+                refused[more["variant"]] = value
+            return add(metric, value, *args, **more)
+
+        record.add = adding
+        return record
+
+    monkeypatch.setattr(kv_compaction, "recorder_for", keep)
+    monkeypatch.setattr(kv_compaction, "VARIANTS", {k: v for k, v in kv_compaction.VARIANTS.items() if k != "article"})
+    rows_of("kv_compaction", tmp_path)
+    assert (tmp_path / "nvidia-h200" / "kv_compaction.csv").exists()
+    assert refused["compaction"] < refused["none"]
+
+
+def test_every_turn_of_a_chat_begins_with_the_whole_turn_before() -> None:
+    workload = prefix_reuse.chats(clients=3, per_client=2, turns=4, seed=1, system=32, scale=0.2)
+    assert len(workload) == 24
+    prompts = [list(prompt_of(item, i, 500, 0)) for i, item in enumerate(workload)]
+    for wave in (0, 12):
+        for chat in range(3):
+            for turn in range(3):
+                before, after = (prompts[wave + 3 * t + chat] for t in (turn, turn + 1))
+                assert after[: len(before)] == before
+    assert prompts[0][:32] == prompts[13][:32]
+    assert prompts[0][32:40] != prompts[1][32:40]
+
+
+def test_reuse_finds_the_history_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_reuse, "SIMULATED", {"nvidia-h200": "llama-3-8b"})
+    rows = rows_of("prefix_reuse", tmp_path)
+    hits = {row.variant: row.median for row in rows if row.metric == "hit_rate"}
+    assert hits["none"] == 0
+    assert 30 < hits["reuse"] < 90
+    assert {row.variant for row in rows if row.metric == "latency"} == {"none", "reuse"}
