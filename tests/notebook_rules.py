@@ -154,6 +154,13 @@ def closes_with_lessons_exercises_and_ways_on(path: Path, nb: Any) -> list[str]:
 
 
 @rule
+def writes_formulas_as_text(path: Path, nb: Any) -> list[str]:
+    """TeX needs a script from a network to be shown; reports are read without one."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", "\n".join(c.source for c in nb.cells if c.cell_type == "markdown"), flags=re.DOTALL)
+    return [f"TeX: {found}" for found in re.findall(r"\$\$?[^$\n]+\$", text)]
+
+
+@rule
 def links_lead_somewhere(path: Path, nb: Any) -> list[str]:
     text = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
     targets = {t for t in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) if not re.match(r"[a-z]+:", t)}

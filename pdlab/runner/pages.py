@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pdlab.runner.notebook import VALUES, import_nbformat
+from pdlab.runner.notebook import VALUES, import_nbformat, tags
 from pdlab.runner.process import EXIT_CODES, Result
 
 CSS = """
@@ -76,12 +76,9 @@ def render(content: str, result: Result) -> str:
     nbformat = import_nbformat()
     from nbconvert import HTMLExporter
 
-    nb = _without_widgets(nbformat.reads(content, as_version=4))
-    formulas = _take_formulas(nb)
+    nb = _for_paper(nbformat.reads(content, as_version=4))
     logging.getLogger("traitlets").setLevel(logging.ERROR)  # nbconvert's remarks about missing alternative texts
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(nb)
-    for mark, formula in formulas.items():
-        body = body.replace(mark, formula)
     # links to other notebooks lead to their place in the report; a page may be read before theirs exists
     body = re.sub(r'href="(?:\.\./)?(?:\w+/)?(\w+)\.ipynb(?:#[^"]*)?"', r'href="index.html#\1"', body)
     stem = Path(result.notebook).stem
@@ -89,13 +86,21 @@ def render(content: str, result: Result) -> str:
     head = f'<p class="soft"><a href="index.html">Report</a> · {html.escape(stem)} · {result.seconds:.0f} s'
     head += f" · {html.escape(settings)}</p>" if settings else "</p>"
     if EXIT_CODES[result.status]:
-        head += f'<p class="banner bad"><b>{result.status}</b>: {html.escape(result.error or "")}</p>'
+        head += f'<p class="banner bad"><a href="#error">{result.status}</a>: {html.escape(result.error or "")}</p>'
+        body = body.replace('output_error">', 'output_error" id="error">', 1)
     return page(stem, head + body, NOTEBOOK_CSS + _highlighting())
 
 
-def _without_widgets(nb: Any) -> Any:
-    """A widget cannot be drawn without its library from a network; its static twin is in the same cell's output."""
+def _for_paper(nb: Any) -> Any:
+    """Leaves out what a page without a network or a kernel cannot show, and what it says better itself.
+
+    A widget needs its library; its static twin is in the same cell's output. A badge is an image from elsewhere. The marks
+    that papermill sets beside an error are the banner's concern.
+    """
+    nb.cells = [cell for cell in nb.cells if "papermill-error-cell-tag" not in tags(cell)]
     for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source = _REMOTE_IMAGE.sub(r"\1", cell.source)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if data.pop(VALUES, None) is not None:
@@ -106,32 +111,7 @@ def _without_widgets(nb: Any) -> Any:
     return nb
 
 
-_MATH = re.compile(
-    r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<display>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$])?)\$", re.DOTALL
-)
-
-
-def _take_formulas(nb: Any) -> dict[str, str]:
-    """Puts a mark in the place of each formula of the prose and returns what belongs there, as MathML: no script needed."""
-    from latex2mathml.converter import convert
-
-    found: dict[str, str] = {}
-
-    def take(match: re.Match[str]) -> str:
-        if match["code"]:
-            return match[0]
-        mark = f"formula{len(found)}x"
-        display = match["display"] is not None
-        try:
-            found[mark] = convert(match["display"] or match["inline"], display="block" if display else "inline")
-        except Exception:  # it has no common base for its errors; the source is better than nothing
-            found[mark] = f"<code>{html.escape(match[0])}</code>"
-        return mark
-
-    for cell in nb.cells:
-        if cell.cell_type == "markdown":
-            cell.source = _MATH.sub(take, cell.source)
-    return found
+_REMOTE_IMAGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")
 
 
 @cache

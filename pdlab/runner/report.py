@@ -42,12 +42,17 @@ def write(out: Path, machine: dict[str, Any], rows: list[dict[str, Any]]) -> Pat
         ("Two devices side by side", lambda: comparison(machine.get("slug"))),
     ]
     body = f"<h1>pdlab report</h1><p class='soft'>Written {time.strftime('%Y-%m-%d %H:%M')} by pdlab {__version__}.</p>"
+    sections = {}
     for title, make in parts:
         try:
-            content = make()
+            sections[title] = make()
         except (PdlabError, ImportError) as error:
-            content = f"<p class='bad'>{html.escape(str(error))}</p>"
-        body += f"<section><h2>{title}</h2>{content}</section>" if content else ""
+            sections[title] = f"<p class='bad'>{html.escape(str(error))}</p>"
+    anchors = {title: title.split()[1] for title, content in sections.items() if content}
+    tally = Counter(row["status"] for row in rows)
+    body += "<p>" + " · ".join(f"<a href='#{anchor}'>{title}</a>" for title, anchor in anchors.items()) + "</p>"
+    body += f"<p>Notebooks: {', '.join(f'{n} {status}' for status, n in tally.items()) or 'none'}</p>"
+    body += "".join(f"<section id='{anchor}'><h2>{title}</h2>{sections[title]}</section>" for title, anchor in anchors.items())
     replace_text(out / "index.html", page("pdlab report", body, REPORT_CSS))
     replace_text(out / "machine.json", json.dumps(machine, indent=1) + "\n")
     return out / "index.html"
@@ -90,7 +95,8 @@ def ledger() -> str:
 def _ours(ours: dict[str, Any] | None) -> str:
     if not ours:
         return "–"
-    return f"{ours['value']:.4g} {html.escape(ours['unit'])}<br><span class=soft>{html.escape(ours['kind'])}</span>"
+    value, unit = (ours["value"] / 1e9, "GB") if ours["unit"] == "bytes" else (ours["value"], ours["unit"])
+    return f"{value:.4g} {html.escape(unit)}<br><span class=soft>{html.escape(ours['kind'])}</span>"
 
 
 def machine_table(machine: dict[str, Any]) -> str:
