@@ -37,14 +37,14 @@ def norm_product_kernel(
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     EACH: tl.constexpr = 2 if ACTIVATION == _SWIGLU else 1  # weight rows an output
     lanes = tl.arange(0, ROWS)
     rows = tl.minimum(tile * (ROWS // EACH) + lanes // EACH, WIDTH - 1) + lanes % EACH * WIDTH
     acc, whole = products(
-        X, NORM_W, NORM_B, W, PART, COUNT, rows, tile, batch, eps, K, ROWS, BM, BK, SPLIT, AHEAD, NORM, PDL, STAGES
+        X, NORM_W, NORM_B, W, PART, COUNT, rows, tile, batch, eps, K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES
     )
     if whole:
         if BIASED:

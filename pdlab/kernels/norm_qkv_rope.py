@@ -32,7 +32,7 @@ def norm_qkv_rope_kernel(
     ROPE: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     last = (HEADS + 2 * KV_HEADS) * HALF - 1
@@ -54,7 +54,7 @@ def norm_qkv_rope_kernel(
         sin = tl.load(SIN + angle, mask=turned[:, None], other=0.0)
 
     acc, whole = products(
-        X, NORM_W, NORM_B, W, PART, COUNT, rows, tile, batch, eps, K, ROWS, BM, BK, SPLIT, AHEAD, NORM, PDL, STAGES
+        X, NORM_W, NORM_B, W, PART, COUNT, rows, tile, batch, eps, K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES
     )
     if whole:
         if BIASED:

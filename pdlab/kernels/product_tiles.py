@@ -19,7 +19,8 @@ class ProductTile:
     rows: int  # weight rows a program holds; a power of two, partners included
     k: int  # elements of each row that a step of the loop takes
     split: int  # programs that share a row's elements
-    ahead: int  # tiles asked for before waiting for the kernel launched before (one activation row: at least 1)
+    ahead: int  # tiles loaded before waiting for the kernel launched before: 1 or 2 with one activation row, else 0
+    fetch: int  # tiles asked into L2 before that wait, behind those loaded; 0 or a power of two
     warps: int
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
@@ -48,7 +49,7 @@ def product_rule(tuning: Tuning, outputs: int, k: int, batch: int) -> ProductTil
     if columns == 1:
         tile_k = min(2048 if k % 2048 == 0 and outputs < 16384 else 1024, wide)
         rows = 8 if k <= 2048 else 4
-        return ProductTile(rows, tile_k, 1, 2 if k >= 8192 else 1, 4 if k <= 2048 else 8, 1, pdl)
+        return ProductTile(rows, tile_k, 1, 2 if k >= 8192 else 1, 0, 4 if k <= 2048 else 8, 1, pdl)
     big = tuning.shared_bytes > (128 << 10)
     rows = 128 if columns > 64 else 64 if columns > 32 else 32
     warps = 8 if columns > 64 else 4
@@ -57,4 +58,5 @@ def product_rule(tuning: Tuning, outputs: int, k: int, batch: int) -> ProductTil
     split = 1
     while split < 8 and outputs // rows * split < 2 * tuning.multiprocessors and k // (tile_k * split * 2) >= 4:
         split *= 2
-    return ProductTile(rows, tile_k, split, 4 if pdl else 0, warps, stages, pdl, norm_inside=columns <= 16)
+    fetch = 4 if pdl and tile_k * split * 4 <= k else 0
+    return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, norm_inside=columns <= 16)

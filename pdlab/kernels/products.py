@@ -6,8 +6,8 @@ Bytes: W once, rows * K * itemsize; x is small and stays in L2. Bound: bandwidth
 batch, so a program streams its ROWS rows of W and keeps [ROWS, BM] results.
 
 One activation row (BM = 1): multiply-adds on the plain cores; more: matrix products with the batch as the narrow side. What a
-program loads before it waits for the kernel launched before it (AHEAD tiles of W: into registers when BM = 1, else into L2)
-streams in under that kernel's tail; everything that kernel wrote is read after the wait, and nothing is written before it.
+program asks for before it waits for the kernel launched before it (tiles of W: with one row AHEAD into registers, then FETCH
+into L2) streams in under that kernel's tail. What that kernel wrote is read after the wait; nothing is written before it.
 
 RMSNorm's 1/rms scales a whole row, so it needs no pass of its own: sum x^2 is gathered beside the product. LayerNorm centres x
 first (subtracting mean * sum(W) from the product would cancel badly), in a pass over x that stays in the cache.
@@ -43,9 +43,9 @@ def _weights(W, rows, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _into_l2(W, rows, first, K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr):
-    """Asks for the first AHEAD elements of each row without waiting for them; a line is 64 of them."""
-    at = first + tl.arange(0, AHEAD // 64) * 64
+def _into_l2(W, rows, first, K: tl.constexpr, COUNT: tl.constexpr):
+    """Asks for COUNT elements of each row from `first` on without waiting for them; a line is 64 of them."""
+    at = first + tl.arange(0, COUNT // 64) * 64
     lines = W + rows.to(tl.int64)[:, None] * K + tl.minimum(at, K - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -89,7 +89,7 @@ def _norm_weights(NORM_W, k, K: tl.constexpr, EVEN: tl.constexpr):
 def _one_row(
     X, NORM_W, NORM_B, W, rows, first, eps,
     K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BK)
     w0 = _weights(W, rows, first + lanes, K, EVEN)
@@ -98,6 +98,8 @@ def _one_row(
     if NORM:
         g0 = _norm_weights(NORM_W, first + lanes, K, EVEN)
     if PDL:
+        if FETCH:
+            _into_l2(W, rows, first + AHEAD * BK, K, FETCH * BK)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if NORM == _LAYER:
@@ -136,12 +138,12 @@ def _one_row(
 def _many_rows(
     X, NORM_W, NORM_B, W, rows, first, batch, eps,
     K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    AHEAD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, BM)
     if PDL:
-        if AHEAD:
-            _into_l2(W, rows, first, K, SPAN, ROWS, AHEAD * BK)
+        if FETCH:
+            _into_l2(W, rows, first, K, FETCH * BK)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if NORM == _LAYER:
@@ -171,17 +173,17 @@ def _many_rows(
 def products(
     X, NORM_W, NORM_B, W, PART, COUNT, rows, tile, batch, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(P float32 [ROWS, BM], whether this program holds the whole of it). Program (tile, part) of a grid [tiles, SPLIT]."""
     SPAN: tl.constexpr = ((K + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
     EVEN: tl.constexpr = SPAN * SPLIT == K
     part = tl.program_id(1)
     if BM == 1:
-        acc, squares = _one_row(X, NORM_W, NORM_B, W, rows, part * SPAN, eps, K, SPAN, ROWS, BK, EVEN, AHEAD, NORM, PDL)
+        acc, squares = _one_row(X, NORM_W, NORM_B, W, rows, part * SPAN, eps, K, SPAN, ROWS, BK, EVEN, AHEAD, FETCH, NORM, PDL)
     else:
         acc, squares = _many_rows(
-            X, NORM_W, NORM_B, W, rows, part * SPAN, batch, eps, K, SPAN, ROWS, BM, BK, EVEN, AHEAD, NORM, PDL, STAGES
+            X, NORM_W, NORM_B, W, rows, part * SPAN, batch, eps, K, SPAN, ROWS, BM, BK, EVEN, FETCH, NORM, PDL, STAGES
         )
     whole = part == SPLIT - 1
     if SPLIT > 1:
@@ -238,6 +240,7 @@ class Workspace:
 def constants(tile: ProductTile, columns: int, k: int, norm: int) -> dict[str, object]:
     """The compile-time arguments that every caller of `products` passes on, and the launch's own."""
     return {
-        "K": k, "ROWS": tile.rows, "BM": columns, "BK": tile.k, "SPLIT": tile.split, "AHEAD": tile.ahead, "NORM": norm,
-        "PDL": tile.pdl, "STAGES": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if tile.pdl else {}),
+        "K": k, "ROWS": tile.rows, "BM": columns, "BK": tile.k, "SPLIT": tile.split, "AHEAD": tile.ahead, "FETCH": tile.fetch,
+        "NORM": norm, "PDL": tile.pdl, "STAGES": tile.stages, "num_warps": tile.warps,
+        **({"launch_pdl": True} if tile.pdl else {}),
     }  # fmt: skip

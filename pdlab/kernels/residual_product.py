@@ -24,12 +24,14 @@ def residual_product_kernel(
     OUTPUTS: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     lanes = tile * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(lanes, OUTPUTS - 1)
-    acc, whole = products(U, U, U, W, PART, COUNT, rows, tile, batch, 0.0, K, ROWS, BM, BK, SPLIT, AHEAD, NORM, PDL, STAGES)
+    acc, whole = products(
+        U, U, U, W, PART, COUNT, rows, tile, batch, 0.0, K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES
+    )
     if whole:
         m = tl.arange(0, BM)
         at = m[None, :] * OUTPUTS + rows[:, None]

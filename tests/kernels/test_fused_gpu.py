@@ -11,11 +11,11 @@ import torch
 from pdlab.core.config import EngineConfig, SamplingParams
 
 pytest.importorskip("triton")
-from fused_cases import Case, errors, make_ops, sampling_case  # noqa: E402
+from fused_cases import Case, errors, make_ops, sampling_case
 
-from pdlab.kernels.projection_sample import LOGITS  # noqa: E402
-from pdlab.kernels.reference_sampling import sample_from_logits  # noqa: E402
-from pdlab.llm import LLM  # noqa: E402
+from pdlab.kernels.projection_sample import LOGITS
+from pdlab.kernels.reference_sampling import sample_from_logits
+from pdlab.llm import LLM
 
 pytestmark = pytest.mark.gpu
 

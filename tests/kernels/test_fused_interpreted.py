@@ -21,7 +21,7 @@ import numpy  # noqa: E402
 Ask = Callable[..., Any]
 # float32 sums of tens of terms in another order; float16 rounds y and the output to 11 bits, a relative 2^-11 each at most
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3}
-TILE = {"rows": 16, "k": 16, "split": 1, "ahead": 1, "warps": 4, "stages": 1}
+TILE = {"rows": 16, "k": 16, "split": 1, "ahead": 1, "fetch": 0, "warps": 4, "stages": 1}
 SHAPE = {"tokens": 1, "hidden": 40, "heads": 3, "kv_heads": 1, "dim": 12, "ffn": 21}
 GPT2 = {"layer_norm": True, "gated": False, "rope": False, "biases": True}
 
