@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pdlab.kernels.flash_decode import Workspace, flash_decode
@@ -47,9 +49,19 @@ class TritonAttention:
         if short:
             self._decode(q, view, max(short, 1), out)
         if view.max_q > max(short, 1):
-            tile = self.tuning.prefill(self.head_dim, view.max_q, view.page_size if view.kind == "paged" else 0)
-            flash_prefill(q, view, tile, min_q=short + 1, l2_bytes=self.tuning.l2_bytes // 2, out=out)
+            self._prefill(q, view, short + 1, out)
         return out
+
+    def _prefill(self, q: torch.Tensor, view: KVView, min_q: int, out: torch.Tensor) -> None:
+        settings: dict[str, Any] = {"min_q": min_q, "l2_bytes": self.tuning.l2_bytes // 2, "out": out}
+        if self.tuning.capability == (9, 0) and (hopper := self.tuning.hopper(self.head_dim, view.max_q)):
+            from pdlab.kernels.flash_prefill_hopper import fits, flash_prefill_hopper
+
+            if fits(q, view):
+                flash_prefill_hopper(q, view, hopper, **settings)
+                return
+        tile = self.tuning.prefill(self.head_dim, view.max_q, view.page_size if view.kind == "paged" else 0)
+        flash_prefill(q, view, tile, **settings)
 
     def _decode(self, q: torch.Tensor, view: KVView, max_q: int, out: torch.Tensor) -> None:
         rows = max_q * self.heads // self.kv_heads

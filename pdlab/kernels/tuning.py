@@ -41,7 +41,17 @@ class PrefillTile:
     stages: int
 
 
-Tile = TypeVar("Tile", DecodeTile, PrefillTile)
+@dataclass(frozen=True)
+class HopperTile:
+    """The warp-specialized prefill kernel's."""
+
+    consumers: int  # warpgroups of 64 query rows: 2 or 3
+    block_n: int
+    stages: int  # tiles of K and V in the ring
+    turns: bool = True  # consumers take turns at starting products
+
+
+Tile = TypeVar("Tile", DecodeTile, PrefillTile, HopperTile)
 
 
 @cache
@@ -102,6 +112,10 @@ class Tuning:
         return self._measured(PrefillTile, "prefill", head_dim=head_dim, queries=queries, page=page) or prefill_rule(
             self.capability, head_dim, queries
         )
+
+    def hopper(self, head_dim: int, queries: int) -> HopperTile | None:
+        """The warp-specialized kernel's tile where the table says that it is the faster one, else None."""
+        return self._measured(HopperTile, "prefill_hopper", head_dim=head_dim, queries=queries)
 
     def _measured(self, kind: type[Tile], name: str, **facts: Any) -> Tile | None:
         entry = first_match(table(self.device).get("attention_tiles", []), kind=name, **facts)

@@ -2,7 +2,8 @@
 
     python compile_worker.py '[["decode", [9, 0], 128, 1], ["prefill", [8, 0], 64, 4096], ...]'
 
-A job is kind, capability, head size, and query tokens a request (decode: at once; prefill: of the longest chunk). Run in a
+A job is kind (decode, prefill, or hopper for the warp-specialized prefill), capability, head size, and query tokens a request
+(decode: at once; prefill: of the longest chunk). Run in a
 process without TRITON_INTERPRET, under which nothing would be compiled.
 """
 
@@ -54,25 +55,51 @@ def resources(cubin: bytes) -> dict[str, int]:
             for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
         )
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return found | {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HMMA", "HGMMA")}
+    return found | {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HMMA", "HGMMA", "UTMALDG")}
 
 
-def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) -> dict[str, Any]:
-    tuning = Tuning("no-such-device", capability, 132, 50 << 20)
-    kernel = flash_decode_kernel if kind == "decode" else flash_prefill_kernel
-    tile = tuning.decode(head, tokens * GROUP) if kind == "decode" else tuning.prefill(head, tokens, PAGE)
-    fixed = constants(kind, tile, head, tokens)
-    types = dict.fromkeys(fixed, "constexpr") | POINTERS | {"scale_log2": "fp32"}
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+def ahead_of_time(
+    kernel: Any, source: type, fixed: dict[str, Any], types: dict[str, str], capability: tuple[int, int], warps: int
+) -> Any:
+    """The kernel compiled for these constants and argument types; any other argument is an int32."""
+    types = dict.fromkeys(fixed, "constexpr") | types
     at = {name: (i,) for i, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
+    code = source(
         fn=kernel,
-        signature=signature,
+        signature={name: types.get(name, "i32") for name in kernel.arg_names},
         constexprs={at[name]: value for name, value in fixed.items()},
         attrs={at[name]: [["tt.divisibility", 16]] for name in (*POINTERS, *STRIDES) if name in at},
     )
     major, minor = capability
-    built = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options={"num_warps": tile.warps})
+    return triton.compile(code, target=GPUTarget("cuda", 10 * major + minor, 32), options={"num_warps": warps})
+
+
+def compile_hopper(head: int) -> Any:
+    """The warp-specialized kernel; its registers a thread differ by role, so what the binary says is the launch's."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from pdlab.kernels.flash_prefill_hopper import flash_prefill_hopper_kernel
+
+    consumers, stages = (2, 2) if head == 128 else (3, 4)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    boxes = {name: f"tensordesc<bf16[{rows}, {head}],{layout!r}>" for name, rows in (("qd", 64), ("kd", 128), ("vd", 128))}
+    fixed = {"HEAD": head, "BLOCK_N": 128, "STAGES": stages, "CONSUMERS": consumers, "CAUSAL": True, "TURNS": True}
+    fixed["REGISTERS"] = 240 if consumers == 2 else 160
+    types = POINTERS | boxes | {"SCHEDULE": "*i32", "scale": "fp32"}
+    return ahead_of_time(flash_prefill_hopper_kernel, GluonASTSource, fixed, types, (9, 0), 4)
+
+
+def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) -> dict[str, Any]:
+    tuning = Tuning("no-such-device", capability, 132, 50 << 20)
+    if kind == "hopper":
+        built = compile_hopper(head)
+        answer = {"shared": built.metadata.shared, "blocks": 1, "warps": 12 if head == 128 else 16, "room": tuning.shared_bytes}
+        return answer | resources(built.asm["cubin"])
+    kernel = flash_decode_kernel if kind == "decode" else flash_prefill_kernel
+    tile = tuning.decode(head, tokens * GROUP) if kind == "decode" else tuning.prefill(head, tokens, PAGE)
+    types = POINTERS | {"scale_log2": "fp32"}
+    built = ahead_of_time(kernel, ASTSource, constants(kind, tile, head, tokens), types, capability, tile.warps)
     blocks = getattr(tile, "blocks_per_sm", 1)
     answer = {"shared": built.metadata.shared, "blocks": blocks, "warps": tile.warps, "room": tuning.shared_bytes}
     return answer | resources(built.asm["cubin"])

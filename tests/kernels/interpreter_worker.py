@@ -103,9 +103,25 @@ def ranks(tiles: list[int], done: list[int]) -> dict[str, Any]:
     return {"order": out.tolist()}
 
 
+def schedule(
+    lens: list[int], queries: list[int], causal: bool, min_q: int = 1, block_m: int = 128, block_n: int = 64
+) -> dict[str, Any]:
+    """Entries for the warp-specialized kernel: [[first row, rows, K row, tiles, clear, newest, length], ...]."""
+    from pdlab.kernels.flash_prefill_hopper import ENTRY, schedule_kernel
+
+    starts = torch.tensor([sum(queries[:b]) for b in range(len(queries) + 1)], dtype=torch.int32)
+    tiles = sum(-(-n // block_m) for n in queries)
+    made = torch.full(((tiles + 2) * ENTRY,), -1, dtype=torch.int32)
+    schedule_kernel[(tiles + 1,)](
+        made, torch.tensor([1000 * b for b in range(len(lens))]), torch.tensor(lens, dtype=torch.int32), starts, len(lens),
+        BLOCK_M=block_m, BLOCK_N=block_n, BATCH_PAD=4, MIN_Q=min_q, CAUSAL=causal,
+    )  # fmt: skip
+    return {"total": int(made[0]), "entries": made.view(-1, ENTRY)[1 : 1 + int(made[0]), :7].tolist()}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    calls = {f.__name__: f for f in (decode, prefill, hard, far_pages, ranks)}
+    calls = {f.__name__: f for f in (decode, prefill, hard, far_pages, ranks, schedule)}
     for line in sys.stdin:
         request = json.loads(line)
         try:
