@@ -122,12 +122,13 @@ def roofline(points: pd.DataFrame, *, read_bytes_per_s: float, matmul_flops_per_
     x = np.geomspace(min(points["intensity"].min(), ridge) / 2.5, max(points["intensity"].max(), ridge) * 2.5, 200)
     ax.plot(x, np.minimum(x * read_bytes_per_s, matmul_flops_per_s) / 1e9, "--", color=INK, marker="", linewidth=1.6)
     ax.axvline(ridge, color=FAINT, linewidth=0.9, linestyle=":")
-    for series, (colour, marker) in colours(points["series"]).items():
+    for i, (series, (colour, marker)) in enumerate(colours(points["series"]).items()):
+        offset = (7, -11) if i % 2 else (7, 5)
         rows = points[points["series"] == series]
         ax.plot(rows["intensity"], rows["flops_per_s"] / 1e9, "-", color=colour, marker=marker, linewidth=1.2, label=series)
         for _, row in rows[rows["label"] != ""].iterrows():
             at = (row["intensity"], row["flops_per_s"] / 1e9)
-            ax.annotate(row["label"], at, (7, -11), textcoords="offset points", fontsize=8.5, color=colour)
+            ax.annotate(row["label"], at, offset, textcoords="offset points", fontsize=8.5, color=colour)
     ax.set(xscale="log", yscale="log", xlabel="intensity, FLOP per byte that must move", ylabel="achieved, GFLOP/s")
     ax.set_ylim(bottom=points["flops_per_s"].min() / 1e9 / 3, top=matmul_flops_per_s / 1e9 * 2.6)
     for axis in (ax.xaxis, ax.yaxis):
@@ -285,8 +286,8 @@ def chips(table: pd.DataFrame, *, claim: str, footer: str) -> LabFigure:
         offset = (-5, 4) if i % 2 else (5, -4)
         ax.annotate(_short_name(str(name)), (px, py), offset, textcoords="offset points", fontsize=8.5, **at)
     for ridge in (1, 10, 100, 1000):
-        at_x = max(low * 1.1, ax.get_ylim()[0] * 1e3 / ridge * 1.3)
-        ax.text(at_x, at_x * ridge / 1e3 * 1.7, f"{ridge:,} FLOP/byte", fontsize=8, color=FAINT)
+        at_x = max(low * 1.1, ax.get_ylim()[0] * 1e3 / ridge * 3)
+        ax.text(at_x, at_x * ridge / 1e3 * 0.85, f"{ridge:,} FLOP/byte", fontsize=8, color=FAINT, va="top")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(short))
     ax.set(xlabel="memory, GB/s", ylabel="matrix products, TFLOP/s")

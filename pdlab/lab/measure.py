@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdlab.costs.formulas import decode_shape, itemsize_of, prefill_shape, step_flops
+from pdlab.costs.formulas import decode_shape, itemsize_of, prefill_shape, step_bytes, step_flops
 from pdlab.costs.roofline import step_time
 from pdlab.models.catalogue import config_of
 from pdlab.models.config import ModelConfig
@@ -117,11 +117,19 @@ def half_point(config: ModelConfig) -> float:
 def context_limit(config: ModelConfig, ridge: float, itemsize: int) -> float:
     """Context C from which no batch makes decode compute-bound; infinite where attention itself is above the ridge.
 
-    A further request adds 2 W + 4 L N D C FLOPs and 2 L K D C numbers, whose ratio is `ridge` at C.
+    A further request adds 2 W + 4 L N D C FLOPs, and 2 L K D C numbers of cache and its activations in bytes; the ratio of
+    the two is `ridge` at C. Both are lines in C, so two points of the counted formulas give them; 0 where even no cache
+    is too much.
     """
-    weights = step_flops(config, decode_shape(1, 0)).total  # 2 W
-    room = ridge * config.kv_bytes_per_token(itemsize) - 4 * config.num_layers * config.q_size
-    return weights / room if room > 0 else float("inf")
+
+    def added(context: int) -> tuple[float, float]:
+        one, two = decode_shape(1, context), decode_shape(2, context)
+        flops = step_flops(config, two).total - step_flops(config, one).total
+        return flops, step_bytes(config, two, itemsize).total - step_bytes(config, one, itemsize).total
+
+    (flops, moved), (flops_1, moved_1) = added(0), added(1)
+    falls = ridge * (moved_1 - moved) - (flops_1 - flops)
+    return max(0.0, (flops - ridge * moved) / falls) if falls > 0 else float("inf")
 
 
 def recorded_phases(device: str, models: Sequence[str] = ("llama-1b", "llama-3-8b")) -> tuple[pd.DataFrame, str]:

@@ -87,7 +87,8 @@ class Explorer:
             control.observe(update, names="value")
         update()
         flow = w.Layout(flex_flow="row wrap")
-        return w.VBox([w.HBox(list(made.values()), layout=flow), said, image])
+        below = w.HTML("<small>Below: the static twin, for copies of this page without a running kernel.</small>")
+        return w.VBox([w.HBox(list(made.values()), layout=flow), said, image, below])
 
     def _ipython_display_(self) -> None:
         from IPython.display import display

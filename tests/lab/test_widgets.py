@@ -61,6 +61,9 @@ def surface(display_method: str) -> types.ModuleType:
     class HTML(Widget):
         allowed = frozenset({"value", "placeholder"})
 
+        def __init__(self, value: str = "", **kwargs: object) -> None:
+            super().__init__(value=value, **kwargs)
+
     class Layout(Widget):
         allowed = frozenset({"width", "max_width", "flex_flow"})
 
@@ -89,7 +92,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list:
 def test_explorer_redraws_when_a_control_changes_under_7_7(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", surface("_ipython_display_"))
     box = make().controls()
-    controls, said, image = box.children
+    controls, said, image, below = box.children
+    assert "static twin" in below.value
     batch, dtype = controls.children
     assert (type(batch).__name__, type(dtype).__name__) == ("SelectionSlider", "Dropdown")
     before = image.value
@@ -103,7 +107,7 @@ def test_explorer_redraws_when_a_control_changes_under_7_7(monkeypatch: pytest.M
 def test_explorer_redraws_when_a_control_changes_under_the_installed_version() -> None:
     pytest.importorskip("ipywidgets")
     box = make().controls()
-    controls, _, image = box.children
+    controls, _, image, _ = box.children
     assert controls.children[0].options == (("1", 1), ("2", 2), ("1,024", 1024))
     before = bytes(image.value)
     controls.children[1].value = "float32"
@@ -141,7 +145,7 @@ def test_an_error_while_drawing_is_shown_and_the_next_choice_works(monkeypatch: 
             raise ValueError("no row for batch 1")
         return draw(batch=batch)
 
-    controls, said, image = Explorer(fails_for_one, batch=Choice("batch", [2, 1])).controls().children
+    controls, said, image, _ = Explorer(fails_for_one, batch=Choice("batch", [2, 1])).controls().children
     kept = image.value
     controls.children[0].choose(1)
     assert "no row for batch 1" in said.value
