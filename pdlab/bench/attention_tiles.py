@@ -7,12 +7,11 @@ A GPU of capability 8.0 or above is needed: elsewhere the kernels are never chos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
-    from pdlab.kernels.tuning import DecodeTile, PrefillTile
+    from pdlab.kernels.tuning import DecodeTile, HopperTile, PrefillTile
 
 NAME = "attention_tiles"
 HELP = "sweep of the attention kernels' tile sizes; writes the device's tuning table"
@@ -21,15 +20,14 @@ QUERIES = (256, 4096)  # tokens a prompt: one length for the bandwidth-bound til
 
 
 def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeTile]:
+    """Each size and number of blocks with as many tiles on their way as fit; registers allow eight warps altogether."""
     from pdlab.kernels.tuning import DecodeTile
 
     for block_n in (32, 64, 128):
-        for warps in (2, 4, 8):
-            for stages in (2, 3, 4):
-                for blocks in (1, 2, 3):
-                    loads = 2 * (stages - 1) * block_n * head_dim * 2
-                    if blocks * loads >= 48 << 10 and blocks * (loads + (10 << 10)) <= shared_bytes and blocks * warps <= 16:
-                        yield DecodeTile(block_n, warps, stages, blocks, pdl)
+        for warps, blocks in ((1, 4), (2, 3), (2, 4), (4, 1), (4, 2), (8, 1)):
+            stages = min(5, (shared_bytes // blocks - (10 << 10)) // (2 * block_n * head_dim * 2) + 1)
+            if stages >= 2 and block_n <= 32 * warps:
+                yield DecodeTile(block_n, warps, stages, blocks, pdl)
 
 
 def prefill_tiles(shared_bytes: int, head_dim: int) -> Iterator[PrefillTile]:
@@ -37,9 +35,17 @@ def prefill_tiles(shared_bytes: int, head_dim: int) -> Iterator[PrefillTile]:
 
     for block_m, warps in ((64, 4), (128, 4), (128, 8)):
         for block_n in (32, 64, 128):
-            for stages in (2, 3, 4):
+            for stages in (2, 3):
                 if (block_m + 2 * stages * block_n) * head_dim * 2 <= shared_bytes - (2 << 10):
                     yield PrefillTile(block_m, block_n, warps, stages)
+
+
+def hopper_tiles(head_dim: int) -> Iterator[HopperTile]:
+    from pdlab.kernels.tuning import HopperTile
+
+    for consumers, block_n, stages in ((2, 128, 2), (2, 64, 4)) if head_dim == 128 else ((3, 128, 4), (3, 64, 6), (2, 128, 4)):
+        for turns in (True, False):
+            yield HopperTile(consumers, block_n, stages, turns)
 
 
 def run(ctx: Context) -> None:
@@ -53,15 +59,15 @@ def run(ctx: Context) -> None:
         ctx.record.skip("latency", "us", reason, params={})
         return
     tuning = Tuning.of_device()
-    best: dict[tuple[str, int, int], tuple[float, dict[str, Any]]] = {}
     for dim in (128, 64):
-        for kind, n, batch in (("decode", 4096, 32), *(("prefill", n, 16384 // n) for n in QUERIES)):
-            new = n if kind == "prefill" else 1
+        best: dict[tuple[str, int], tuple[float, dict[str, Any]]] = {}
+        for phase, n, batch in (("decode", 4096, 32), *(("prefill", n, 16384 // n) for n in QUERIES)):
+            new = n if phase == "prefill" else 1
             q, view = common.make_view(
-                [n] * batch, [new] * batch, heads=32, kv_heads=8, head_dim=dim, page=16 if kind == "decode" else 0,
+                [n] * batch, [new] * batch, heads=32, kv_heads=8, head_dim=dim, page=16 if phase == "decode" else 0,
                 dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
             )  # fmt: skip
-            for tile in sweep(kind, tuning, dim):
+            for kind, tile in sweep(phase, tuning, dim):
                 sizes = asdict(tile)
                 params = {"kind": kind, "head_dim": dim, "length": n, "dtype": ctx.dtype, **sizes}
                 if ctx.left() <= 0:
@@ -74,25 +80,35 @@ def run(ctx: Context) -> None:
                     continue
                 for t in times.values():
                     ctx.record.add("latency", t.scaled(1e3, "us"), params=params)
-                    if t.median < best.get((kind, dim, n), (float("inf"), {}))[0]:
-                        best[kind, dim, n] = (t.median, sizes)
-            if (kind, dim, n) in best:
-                ctx.say(f"  {kind} {dim} {n}: {best[kind, dim, n][1]} {best[kind, dim, n][0] * 1e3:.1f} us")
-    made = [entry(kind, dim, n, sizes) for (kind, dim, n), (_, sizes) in sorted(best.items())]
-    for dim in {e["head_dim"] for e in made}:
-        common.write_table(ctx, "attention_tiles", [e for e in made if e["head_dim"] == dim], {"head_dim": dim})
+                    if t.median < best.get((kind, n), (float("inf"), {}))[0]:
+                        best[kind, n] = (t.median, sizes)
+                        ctx.say(f"  {kind} {dim} {n}: {sizes} {t.median * 1e3:.1f} us")
+        if best:
+            common.write_table(ctx, "attention_tiles", entries(best, dim), {"head_dim": dim})
 
 
-def entry(kind: str, head_dim: int, length: int, sizes: dict[str, Any]) -> dict[str, Any]:
-    """A table entry; only the shorter of the two prompt lengths bounds its own."""
-    bounds = {"max_rows": 16} if kind == "decode" else ({"max_queries": length} if length == min(QUERIES) else {})
-    return {"kind": kind, "head_dim": head_dim, **bounds, **sizes}
+def entries(best: dict[tuple[str, int], tuple[float, dict[str, Any]]], head_dim: int) -> list[dict[str, Any]]:
+    """Table entries of the fastest tiles of (kind, length), shortest first; the Hopper kernel's where it beats the plain."""
+    made = []
+    for (kind, length), (ms, sizes) in sorted(best.items()):
+        bounds = {"max_rows": 16} if kind == "decode" else {}
+        if kind != "decode" and length == min(QUERIES):
+            bounds = {"max_queries": length}
+        elif kind == "prefill_hopper":
+            bounds = {"min_queries": min(QUERIES) + 1}  # a shorter prompt must not fall through to here
+        if kind != "prefill_hopper" or ms < best.get(("prefill", length), (float("inf"), {}))[0]:
+            made.append({"kind": kind, "head_dim": head_dim, **bounds, **sizes})
+    return made
 
 
-def sweep(kind: str, tuning: Any, head_dim: int) -> Iterator[Any]:
-    if kind == "decode":
-        return decode_tiles(tuning.shared_bytes, head_dim, tuning.capability >= (9, 0))
-    return prefill_tiles(tuning.shared_bytes, head_dim)
+def sweep(phase: str, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
+    """(kind of table entry, tile) of everything worth timing in a phase."""
+    if phase == "decode":
+        yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, tuning.capability >= (9, 0)))
+        return
+    yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim))
+    if tuning.capability == (9, 0):
+        yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim))
 
 
 def call_of(tile: Any, tuning: Any) -> Any:
@@ -100,12 +116,12 @@ def call_of(tile: Any, tuning: Any) -> Any:
     from pdlab.kernels.flash_decode import Workspace, flash_decode
     from pdlab.kernels.flash_prefill import flash_prefill
 
-    if not hasattr(tile, "blocks_per_sm"):
-        return partial(_swap(flash_prefill), tile)
-    programs = tile.blocks_per_sm * tuning.multiprocessors
-    work = Workspace.create("cuda", programs=programs, rows=16, head_dim=256, segments=64 * 32)
-    return lambda q, view: flash_decode(q, view, work, tile, programs)
+    if hasattr(tile, "blocks_per_sm"):
+        programs = tile.blocks_per_sm * tuning.multiprocessors
+        work = Workspace.create("cuda", programs=programs, rows=16, head_dim=256, segments=64 * 32)
+        return lambda q, view: flash_decode(q, view, work, tile, programs)
+    if hasattr(tile, "consumers"):
+        from pdlab.kernels.flash_prefill_hopper import flash_prefill_hopper
 
-
-def _swap(kernel: Any) -> Any:
-    return lambda tile, q, view: kernel(q, view, tile)
+        return lambda q, view: flash_prefill_hopper(q, view, tile)
+    return lambda q, view: flash_prefill(q, view, tile)

@@ -5,8 +5,8 @@
     {"attention_tiles": [{"kind": "decode", "head_dim": 128, "max_rows": 16, "block_n": 64, "warps": 4, ...}, ...],
      "attention_dispatch": [{"phase": "prefill", "dtype": "bfloat16", "max_q": 512, "backend": "sdpa"}, ...]}
 
-The first entry whose conditions all hold counts; a condition that an entry leaves out always holds, `max_...` is an upper
-bound and anything else must be equal. Without an entry the rule decides: the largest tiles that leave the registers and the
+The first entry whose conditions all hold counts; a condition that an entry leaves out always holds, `max_...` and `min_...` are
+bounds and anything else must be equal. Without an entry the rule decides: the largest tiles that leave the registers and the
 shared memory of this capability enough for the loads in flight. No torch here.
 """
 
@@ -67,15 +67,17 @@ def table(device: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def first_match(entries: list[dict[str, Any]], **facts: Any) -> dict[str, Any] | None:
-    """The first entry that these facts satisfy: `max_x` bounds fact x, any other key must equal the fact of its name."""
-    for entry in entries:
-        if all(
-            facts[key.removeprefix("max_")] <= value if key.startswith("max_") else facts[key] == value
-            for key, value in entry.items()
-            if key.removeprefix("max_") in facts
-        ):
-            return entry
-    return None
+    """The first entry that these facts satisfy: max_x and min_x bound fact x, any other key must equal the fact of its name."""
+
+    def holds(key: str, value: Any) -> bool:
+        bound, _, name = key.partition("_")
+        if bound == "max" and name in facts:
+            return facts[name] <= value
+        if bound == "min" and name in facts:
+            return facts[name] >= value
+        return key not in facts or facts[key] == value
+
+    return next((entry for entry in entries if all(holds(k, v) for k, v in entry.items())), None)
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,15 @@ def test_tiles_that_are_swept_fit_and_become_entries_by_length() -> None:
             )
             assert len(set(decode)) == len(decode) >= 3
             assert len(set(prefill)) == len(prefill) >= 3
-    tile = {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}
-    table = [attention_tiles.entry("prefill", 128, n, tile | {"block_n": n}) for n in sorted(attention_tiles.QUERIES)]
-    for queries, length in ((100, 256), (256, 256), (257, 4096), (20000, 4096)):
+    plain, ring = ({"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}, {"consumers": 2, "block_n": 128, "stages": 2})
+    best = {("prefill", 256): (1.0, plain), ("prefill", 4096): (2.0, plain | {"block_m": 128})}
+    best |= {("prefill_hopper", 256): (1.1, ring), ("prefill_hopper", 4096): (1.9, ring)}
+    table = attention_tiles.entries(best, 128)
+    for queries, block_m, hopper in ((100, 64, False), (256, 64, False), (257, 128, True), (20000, 128, True)):
         found = first_match(table, kind="prefill", head_dim=128, queries=queries, page=16)
         assert found is not None
-        assert found["block_n"] == length
+        assert found["block_m"] == block_m
+        assert (first_match(table, kind="prefill_hopper", head_dim=128, queries=queries) is not None) == hopper
 
 
 def test_the_suites_on_a_machine_without_a_gpu_say_why_tiles_are_not_swept(tmp_path: Path) -> None:
