@@ -83,6 +83,23 @@ def sampling_kind(s: SamplingArrays) -> str:
     return RANDOM if random.any() else GREEDY
 
 
+def step_ends(model: Model) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    """(tokens that go in, remembering those that came out): as one kernel each beside fused operations, else plain."""
+    if getattr(model.ops, "fused", False):
+        from pdlab.kernels import step_ends as ends
+
+        return ends.take, ends.remember
+    return take_plain, remember_plain
+
+
+def take_plain(ids: torch.Tensor, rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    return torch.where(ids == IN_FLIGHT, last[rows], ids)
+
+
+def remember_plain(tokens: torch.Tensor, rows: torch.Tensor, last: torch.Tensor) -> None:
+    last[rows] = tokens.clamp(min=0)
+
+
 class DecodeGraphs:
     """The captured decode steps of one executor.
 
@@ -143,8 +160,9 @@ class DecodeGraphs:
         if n == 0:
             return arrays
         nobody = len(self.last) - 1
-        rows = {"token_ids": 0, "positions": 0, "slots": self.scratch, "token_row": nobody, "sample_rows": nobody}
-        rows |= {"base": self.scratch, "rows": nobody, "seq_lens": 0, "temperature": 0.0, "seed": 0, "position": 0}
+        rows: dict[str, float] = dict.fromkeys(("token_row", "sample_rows", "rows"), nobody)
+        rows |= dict.fromkeys(("slots", "base"), self.scratch)
+        rows |= dict.fromkeys(("token_ids", "positions", "seq_lens", "temperature", "seed", "position"), 0)
         more = {name: np.concatenate([arrays[name], np.full(n, value)]) for name, value in rows.items()}
         return arrays | more | {"cu_q": np.arange(size + 1)}
 
@@ -171,7 +189,8 @@ class DecodeGraphs:
 
     def _step(self, shape: StepShape) -> torch.Tensor:
         n, d = shape.size, {name: buffer[: shape.size] for name, buffer in self.buffers.items()}
-        ids = torch.where(d["token_ids"] == IN_FLIGHT, self.last[d["token_row"]], d["token_ids"])
+        take, remember = step_ends(self.model)
+        ids = take(d["token_ids"], d["token_row"], self.last)
         x = self.model.forward(ids, d["positions"], self._rows(n, shape))
         if shape.sampling == MODEL:
             return x
@@ -184,7 +203,7 @@ class DecodeGraphs:
             num_logprobs=-1,
         )
         tokens = self.model.sample(x, sampling).tokens
-        self.last[d["sample_rows"]] = tokens.clamp(min=0)
+        remember(tokens, d["sample_rows"], self.last)
         return tokens
 
     def _rows(self, n: int, shape: StepShape) -> KVView:

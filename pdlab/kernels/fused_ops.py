@@ -30,6 +30,8 @@ from pdlab.kernels.row_kernels import norm_rows, rope_rows, silu_product
 class FusedOps(DispatchedOps):
     """Holds the workspaces of its kernels, so steps must not overlap on two streams."""
 
+    fused = True  # who else works beside these operations may use kernels too
+
     def __init__(self, *args: Any, pdl: bool | None = None) -> None:
         super().__init__(*args)
         self.pdl = self.tuning.capability >= (9, 0) if pdl is None else pdl

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from fused_cases import Case, errors, sampling_case
 
+from pdlab.kernels import step_ends
 from pdlab.kernels.filtered_sample import filtered_sample
 from pdlab.kernels.product_tiles import ProductTile
 from pdlab.kernels.projection_sample import GREEDY, LOGITS, RANDOM, Race, noise_key, project
@@ -84,9 +85,17 @@ def noise(vocab: int) -> float:
     return worst
 
 
+def ends(ids: list[int], rows: list[int], last: list[int], tokens: list[int]) -> list[list[int]]:
+    """What goes in, and what is remembered afterwards."""
+    memory = torch.tensor(last)
+    taken = step_ends.take(torch.tensor(ids), torch.tensor(rows), memory)
+    step_ends.remember(torch.tensor(tokens), torch.tensor(rows), memory)
+    return [taken.tolist(), memory.tolist()]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    calls = {f.__name__: f for f in (operations, rows, sampled, filtered, noise)}
+    calls = {f.__name__: f for f in (operations, rows, sampled, filtered, noise, ends)}
     for line in sys.stdin:
         request = json.loads(line)
         try:
