@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import ConfigError, MeasurementError
@@ -87,19 +87,21 @@ class RooflineEstimator(Estimator):
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self._state(), sort_keys=True, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.state(), sort_keys=True, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            self._restore(state)
+            self.restore(state)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise MeasurementError(f"{path} is not a saved {self.name} estimator ({e})", "save() writes one") from e
 
-    def _state(self) -> dict:
+    def state(self) -> dict[str, Any]:
+        """What save() writes."""
         return {"estimator": self.name, "model": self.model.name, "lengths": self.lengths.to_dict()}
 
-    def _restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes what state() gave; ValueError, KeyError or TypeError, with nothing changed, where it does not fit."""
         if state["estimator"] != self.name:
             raise ValueError(f"it holds a {state['estimator']} estimator")
         self.lengths.update(state["lengths"])

@@ -8,7 +8,7 @@ times slower than ideal" and 1 is the guess before any data:
           is 0 under the ridge and 1 above it, so the roofline's corner can move and round off where the device rounds it
     kv    K and V that the decodes read          pairs   (query, key) pairs of prefill attention, at the matrix rate
     head  output projection of the rows that sample       ctx  K and V that prefill chunks read back
-    calls, rows  a constant for every prefill chunk and for every decode
+    calls, rows  10 us for every prefill chunk, 1 us for every decode      1 ms  for what costs the same in any step: guess 0
 
 Two sets of weights, for steps of decodes alone (CUDA graphs) and steps with prefill. Each is a recursive Bayesian least
 squares on relative errors: prior mean the roofline, prior spread a factor, a little process noise so that it follows a
@@ -17,6 +17,7 @@ device that warms up, and Huber's clip so that one compilation or one collected 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from itertools import pairwise
 from operator import mul
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 KNOTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048)  # rows; the last segment is open
 NOISE = 0.02  # relative spread of one step's time around its mean
 DRIFT = 1e-7  # variance added to every weight at every observation
-CLIP = 0.10  # relative surprise beyond which an observation counts less, once WARM have been seen
+CLIP = 0.10  # relative surprise beyond which an observation counts less, or three times the usual one, once WARM were seen
 WARM = 64
 THIN_AFTER = 2048
 MEMORY = 256  # observations over which the error that error() reports is averaged
@@ -55,23 +56,26 @@ class _Regime:
         return sum(map(mul, self.weights, x))
 
     def learn(self, x: list[float], seconds: float) -> None:
-        surprise = 1.0 - self.predict(x) / seconds
+        predicted = max(self.predict(x), x[0] * 1e-3)
         self.seen += 1
-        self.error += (abs(surprise) - self.error) / min(self.seen, MEMORY)
+        self.error += (abs(predicted / seconds - 1) - self.error) / min(self.seen, MEMORY)
         if self.seen > THIN_AFTER and self.seen % 4:
             return  # well known by now: three in four only count towards the error, which spares the host
-        u = np.array(x) / seconds
+        # relative to the prediction, not to the time seen: else steps that noise made short would count more than long ones
+        surprise = seconds / predicted - 1
+        u = np.array(x) / predicted
         gain = self.covariance @ u
         gain /= NOISE**2 + float(u @ gain)
         self.covariance -= np.outer(gain, u @ self.covariance)
         self.covariance.flat[:: len(x) + 1] += DRIFT
-        if self.seen > WARM and abs(surprise) > CLIP:
-            surprise *= CLIP / abs(surprise)
+        clip = max(CLIP, 3 * self.error)
+        if self.seen > WARM and abs(surprise) > clip:
+            surprise *= clip / abs(surprise)
         self.weights = (np.array(self.weights) + gain * surprise).tolist()
 
     def state(self) -> dict[str, Any]:
         covariance = self.covariance.round(12).tolist()
-        return {"weights": self.weights, "covariance": covariance, "seen": self.seen, "error": self.error}
+        return {"weights": list(self.weights), "covariance": covariance, "seen": self.seen, "error": self.error}
 
     def restore(self, state: dict[str, Any]) -> None:
         weights, covariance = [float(w) for w in state["weights"]], np.array(state["covariance"], float)
@@ -97,8 +101,8 @@ class LearnedEstimator(RooflineEstimator):
         corner = [max(self._weights_s, self._row_s * k) for k in (*KNOTS, 2 * KNOTS[-1])]
         ends = (*KNOTS[1:], 2 * KNOTS[-1])
         slopes = [(b - a) / (self._row_s * (hi - lo)) for a, b, lo, hi in zip(corner, corner[1:], KNOTS, ends)]
-        prior = [1.0, *slopes, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-        spread = [2.0, *[1.0] * len(slopes), 1.0, 2.0, 2.0, 1.0, 10.0, 2.0]
+        prior = [1.0, *slopes, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+        spread = [2.0, *[2.0] * len(slopes), 1.0, 2.0, 2.0, 1.0, 30.0, 30.0, 10.0]
         self._decodes, self._mixed = _Regime(prior, spread), _Regime(prior, spread)
         self.host_s = 0.0  # mean host work of a step seen so far
         self._priced_at = 0
@@ -127,7 +131,7 @@ class LearnedEstimator(RooflineEstimator):
             x.append(self._row_s * (min(rows, hi) - lo) if rows > lo else 0.0)
         x.append(self._row_s * (rows - KNOTS[-1]) if rows > KNOTS[-1] else 0.0)
         x += (self._kv_s * s.decode_kv_tokens, self._pair_s * pairs, self._head_s * s.sampled, self._kv_s * context)
-        x += (1e-5 * len(s.prefill), 1e-6 * s.decode_count)
+        x += (1e-5 * len(s.prefill), 1e-6 * s.decode_count, 1e-3)
         return x
 
     def step_seconds(self, shape: PlanShape) -> float:
@@ -169,20 +173,21 @@ class LearnedEstimator(RooflineEstimator):
         """Steps it has learned from."""
         return self._decodes.seen + self._mixed.seen
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         regimes = {"decode": self._decodes.state(), "mixed": self._mixed.state()}
         ceilings = dataclasses.asdict(self.ceilings)  # the weights are in units of these
-        return {**super()._state(), "itemsize": self.itemsize, "host_s": self.host_s, "ceilings": ceilings, "regimes": regimes}
+        return {**super().state(), "itemsize": self.itemsize, "host_s": self.host_s, "ceilings": ceilings, "regimes": regimes}
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         from pdlab.costs.roofline import Ceilings
 
         if (state["model"], state["itemsize"]) != (self.model.name, self.itemsize):
             raise ValueError(f"it was saved for {state['model']} with elements of {state['itemsize']} bytes")
-        self._decodes.restore(state["regimes"]["decode"])
-        self._mixed.restore(state["regimes"]["mixed"])
-        self.ceilings = Ceilings(**state["ceilings"])
-        self.host_s = float(state["host_s"])
+        decodes, mixed = copy.copy(self._decodes), copy.copy(self._mixed)
+        decodes.restore(state["regimes"]["decode"])
+        mixed.restore(state["regimes"]["mixed"])
+        ceilings, host_s = Ceilings(**state["ceilings"]), float(state["host_s"])
+        self._decodes, self._mixed, self.ceilings, self.host_s = decodes, mixed, ceilings, host_s
         self._scale()
         self.forget_prices()
-        super()._restore(state)
+        super().restore(state)

@@ -65,6 +65,7 @@ class EarliestDeadline(Policy):
     def __init__(self, ttft_s: float, per_token_s: float, patience_s: float, step_tokens: int) -> None:
         self.ttft_s, self.per_token_s, self.patience_s, self.step_tokens = ttft_s, per_token_s, patience_s, step_tokens
         self._late: set[int] = set()
+        self._ordered_at, self._held_at = math.nan, math.nan  # when order and holds_decodes were last asked, and said yes
 
     def step_times(self, running: Sequence[Request], estimator: Estimator) -> tuple[float, float]:
         """Seconds of a full step of prompts alone, and of one that also decodes."""
@@ -78,6 +79,7 @@ class EarliestDeadline(Policy):
     def order(
         self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
     ) -> tuple[Sequence[Request], Sequence[Request]]:
+        self._ordered_at = now
         alone, mixed = self.step_times(running, estimator)
         stretch = max(1.0, mixed / max(alone, 1e-9))
         aged: list[Request] = []
@@ -117,25 +119,33 @@ class EarliestDeadline(Policy):
         return dropped
 
     def holds_decodes(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
+        held = self._may_hold(prompts, running, now, estimator)
+        self._held_at = now if held else math.nan
+        return held
+
+    def _may_hold(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
         urgent = 0
         for r in prompts:
-            due = next_token_due(r, self.ttft_s, self.per_token_s)
-            if now + estimator.remaining_if(r, 0) <= due:
+            if now + estimator.remaining_if(r, 0) <= next_token_due(r, self.ttft_s, self.per_token_s):
                 urgent += r.num_tokens - r.num_computed
-        decodes = sum(1 for r in running if r.output_token_ids)
-        if urgent <= self.step_tokens - decodes:
+        streams = [r for r in running if r.last_token_s is not None]
+        if urgent <= self.step_tokens - len(streams):
             return False
         alone, mixed = self.step_times(running, estimator)
-        next_token = now + alone + mixed
-        for r in running:
-            if r.last_token_s is not None:
-                own = self.per_token_s if r.per_token_deadline_s is None else r.per_token_deadline_s
-                if next_token > min(next_token_due(r, self.ttft_s, self.per_token_s), r.last_token_s + 2 * own):
-                    return False
+        next_token = now + alone / 2 + mixed
+        for r in streams:
+            own = self.per_token_s if r.per_token_deadline_s is None else r.per_token_deadline_s
+            last = now if r.last_token_s is None else r.last_token_s
+            if next_token > min(next_token_due(r, self.ttft_s, self.per_token_s), last + 2 * own):
+                return False
         return True
 
     def chunk(self, request: Request, left: int, used: int) -> int:
-        return max(0, min(left, max(1, self.step_tokens // 4) - used)) if request.request_id in self._late else left
+        if request.request_id in self._late:
+            return max(0, min(left, max(1, self.step_tokens // 4) - used))
+        # prompts alone are as quick in short steps, and whose prompt is complete need not wait for the others'
+        held = self._held_at == self._ordered_at
+        return max(0, min(left, max(1, self.step_tokens // 2) - used)) if held else left
 
     def _ahead(self, request: Request) -> tuple[float, int]:
         return next_token_due(request, self.ttft_s, self.per_token_s), request.request_id

@@ -193,11 +193,11 @@ def azure_code(n: int, *, rate: float = 2.57, seed: int = 0, longest: int | None
 def chat_with_long(
     n: int, *, rate: float, long_share: float = 0.005, long_tokens: int = 32_768, long_output: int = 64, seed: int = 0
 ) -> Workload:
-    """Chat-sized requests among which a share brings a very long prompt: what makes first-come stall everybody."""
+    """Chat-sized requests among which exactly a share brings a very long prompt: what makes first-come stall everybody."""
     if not 0 <= long_share <= 1:
         raise WorkloadError(f"long_share={long_share}", "use a share in [0, 1]")
     chat = make("chat_with_long", n, poisson(rate), *CONVERSATION, seed=seed, kind="chat")
-    long = np.random.default_rng([seed, 1]).random(n) < long_share
+    long = np.random.default_rng([seed, 1]).permutation(n) < round(long_share * n)
     items = (
         replace(i, prompt_tokens=long_tokens, max_tokens=long_output, kind="long") if is_long else i
         for i, is_long in zip(chat, long)

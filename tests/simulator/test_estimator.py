@@ -157,7 +157,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, damage):
     elif damage == "other_kind":
         target = RooflineEstimator(MODEL, CEILINGS, 2)
     else:
-        weights = state["regimes"]["decode"]["weights"]
+        weights = state["regimes"]["mixed"]["weights"]
         weights[0] = float("nan")
         if damage == "short":
             weights.pop()

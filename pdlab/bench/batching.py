@@ -1,0 +1,81 @@
+"""Ways of forming batches, by how much prompt lengths differ: throughput, and what padding costs.
+
+All requests are there at once, so the order of arrival decides nothing but who shares a static batch. `workload` is
+`spread_<sigma>`: prompts and outputs are lognormal around 256 and 64 tokens with that sigma. Padding is counted in tokens
+(rows that were computed and thrown away) and in FLOPs, each as a share of all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdlab.bench import serving
+from pdlab.core.config import EngineConfig
+from pdlab.core.plan import PlanShape
+from pdlab.costs.formulas import step_flops
+from pdlab.models.config import ModelConfig
+from pdlab.scheduler.static_batching import padding_flops
+from pdlab.workloads.generators import all_at_once, lognormal, make
+from pdlab.workloads.replay import Outcome
+from pdlab.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from pdlab.bench.suites import Context
+
+NAME = "batching"
+HELP = "one at a time, static, the article's sorted batches, continuous: throughput and padding by length spread"
+
+SPREADS = (1.0, 0.0, 0.5, 1.5)
+VARIANTS = ("static", "article", "article_mended", "continuous", "continuous_chunked", "one_at_a_time")
+
+
+def burst(n: int, spread: float, shrink: int, seed: int) -> Workload:
+    """n requests at once; the model's context cuts nothing off, since lengths end at eight times the median."""
+    prompt, output = 256 // shrink, 64 // shrink
+    lengths = lognormal(prompt, spread, 8 * prompt), lognormal(output, spread, 8 * output)
+    return make(f"spread_{spread:g}", n, all_at_once(), *lengths, seed=seed)
+
+
+def padding_shares(model: ModelConfig, outcome: Outcome) -> tuple[float, float]:
+    """Percent of the rows, and of the FLOPs, that were padding."""
+    flops = padded = 0.0
+    for row in outcome.trace or []:
+        chunks = ((row.prefill_tokens, row.prefill_context),) if row.prefill_tokens else ()
+        shape = PlanShape(chunks, row.decode_count, row.kv_tokens, row.pad_tokens, row.decode_count + len(chunks))
+        flops += step_flops(model, shape).total
+        padded += padding_flops(model, shape)
+    return 100 * outcome.pad_tokens / max(1, outcome.step_tokens), 100 * padded / max(1.0, flops)
+
+
+def config_for(base: EngineConfig, batching: str, budget: int) -> EngineConfig:
+    return base.with_(batching=batching, policy="fcfs", max_batch_tokens=budget, static_batch_tokens=budget)
+
+
+def run(ctx: Context) -> None:
+    model = "llama-1b" if ctx.full else "llama-tiny"
+    shrink, n = (1, 192) if ctx.full else (16, 24)
+    scale = serving.scale_of(ctx)
+    scale = serving.Scale(model, scale.long_tokens, shrink, scale.config)
+    session = serving.Session(ctx, scale)
+    budget = 8192 // shrink
+    for warm in (True, False):
+        for spread in SPREADS[:1] if warm else SPREADS:
+            for batching in VARIANTS:
+                params = {"load": 1.0, "workload": f"spread_{spread:g}", "model": model}
+                if ctx.left() <= 0:
+                    if not warm:
+                        ctx.record.skip("throughput", "req/s", "the time budget ran out", variant=batching, params=params)
+                    continue
+                # one at a time needs no crowd to show its rate
+                count = max(4, n // 8) if batching == "one_at_a_time" or warm else n
+                config = config_for(session.config, batching, budget)
+                outcome = session.real(config, burst(count, spread, shrink, ctx.seed))
+                if warm:
+                    continue
+                settings = {"requests": count, "budget": budget}
+                serving.record_outcomes(
+                    ctx, [outcome], session.estimator, config, variant=batching, kind="measured", settings=settings, **params
+                )
+                tokens, flops = padding_shares(session.model, outcome)
+                ctx.record.add("padding_tokens", tokens, "percent", variant=batching, params=params)
+                ctx.record.add("padding_flops", flops, "percent", variant=batching, params=params)
