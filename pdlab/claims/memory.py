@@ -29,14 +29,14 @@ def kv_size_is_solved(ev: Evidence, claim: Claim) -> Finding:
     found = solve_kv_models(target, tokens, memory_bytes=card.memory_bytes)
     alone = [s for s in found if s.batch == 1]
     usual = kv_table(tokens, dtypes=("float16",), shapes=[s for s in known_shapes() if s.name == "llama-2-7b"])[0]
-    wide, deep = widest_multi_head_model(target / tokens, card.memory_bytes, 2)
+    wide, deep = widest_multi_head_model(target / tokens, card.memory_bytes - target, 2)
     batched = ", ".join(f"{s.model} {s.dtype} x {s.batch}" for s in found if s.batch > 1 and s.fits and s.dtype != "bfloat16")
     reason = (
         f"{target / tokens / 1e6:.1f} MB a token; llama-2-7b in float16 has {usual.kv_bytes / tokens / 1e6:.2f} MB, "
         f"{usual.kv_bytes / 1e9:.2f} GB at {tokens} tokens. One input reaches it only with "
         f"{', '.join(sorted({s.model for s in alone})) or 'no known model'}, which "
-        f"{'fits' if any(s.fits for s in alone) else 'does not fit'} {card.name}; a multi-head model that fits could be "
-        f"at most {wide:.0f} wide, so {deep:.0f} layers deep. With batches: {batched}"
+        f"{'fits' if any(s.fits for s in alone) else 'does not fit'} {card.name}; a multi-head model that fits beside it "
+        f"could be at most {wide:.0f} wide, so {deep:.0f} layers deep. With batches: {batched}"
     )
     verdict = "reproduced" if any(s.fits for s in alone) else "impossible"
     return Finding(verdict, reason, predicted(usual.kv_bytes, "bytes", None))
