@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from pdlab.costs.formulas import decode_shape, itemsize_of, prefill_shape, step_bytes, step_flops
@@ -26,8 +27,9 @@ def phases(
     """Times each step of `model` through the executor and records it; see bench.prefill_vs_decode.
 
     Columns: model, phase, batch, tokens, new_tokens (of the whole batch), ms, p10, p90, compute_percent, bandwidth_percent,
-    flops, bytes, intensity, floor_ms, bound. The cheapest steps are measured first, so a slow machine loses the largest; a
-    step that was skipped is not in the table, its reason is printed. `loaded` is used if it is this model in this dtype.
+    flops, bytes, intensity, floor_ms, bound. The phases take turns, cheapest steps first, so a slow machine loses the largest
+    of both; a step that was skipped is not in the table, its reason is printed. `loaded` is used if it is
+    this model in this dtype.
     """
     import pandas as pd
 
@@ -40,8 +42,10 @@ def phases(
     if loaded is not None and (loaded.config.name != config.name or not str(loaded.model.dtype).endswith(lab.dtype)):
         loaded = None
     floors = {step: step_time(config, step.shape, ceilings, size) for step in steps}
-    cheap_first = sorted(steps, key=lambda step: floors[step].seconds)
-    measure_model(context, model, ceilings, 0.0, cheap_first, loaded)
+    by_cost = sorted(steps, key=lambda step: floors[step].seconds)
+    turns = [[step for step in by_cost if step.phase == phase] for phase in ("prefill", "decode")]
+    order = [step for pair in zip_longest(*turns) for step in pair if step is not None]
+    measure_model(context, model, ceilings, 0.0, order, loaded)
     found: dict[tuple[str, int, int], dict[str, Any]] = {}
     for row in recorder.rows[before:]:
         key = (row.params["phase"], row.params["batch"], row.params["tokens"])
