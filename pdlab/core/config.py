@@ -7,11 +7,13 @@ here, at construction, so that a typo is an error on the line that made it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
-from pdlab.core.errors import ConfigError, InvalidRequest
+from pdlab.core.errors import ConfigError, InvalidRequest, PdlabError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ALLOCATORS = ("paged", "contiguous_pool", "per_request", "hybrid")
@@ -33,6 +35,27 @@ def _check(ok: bool, name: str, value: object, right: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _refuse_unknown(cls: Any, given: Iterable[str], error: type[PdlabError]) -> None:
+    """A misspelt field as an error of ours, which names the field that was meant."""
+    known = [f.name for f in fields(cls)]
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(known)}"
+            raise error(f"{cls.__name__} has no field {name!r}", hint)
+
+
+def _unwrap(settings: Any) -> None:
+    """NumPy's numbers, which loops over arrays give, become plain ones."""
+    for name, value in vars(settings).items():
+        if getattr(value, "ndim", None) == 0:
+            object.__setattr__(settings, name, value.item())
 
 
 @dataclass(frozen=True)
@@ -86,7 +109,12 @@ class EngineConfig:
 
     seed: int = 0  # requests without a seed of their own derive one from this and their number
 
+    def __new__(cls, *args: Any, **given: Any) -> EngineConfig:
+        _refuse_unknown(cls, given, ConfigError)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        _unwrap(self)
         for name, choices in (
             ("dtype", DTYPES),
             ("executor", EXECUTORS),
@@ -100,12 +128,9 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _check(value in choices, name, value, f"choose one of: {', '.join(choices)}")
-        _check(
-            self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal(),
-            "device",
-            self.device,
-            "use auto, cpu, cuda or cuda:N",
-        )
+        device = isinstance(self.device, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        _check(device, "device", self.device, "use auto, cpu, cuda or cuda:N")
+        _check(isinstance(self.simulated_device, str), "simulated_device", self.simulated_device, "use a device's slug")
         _check(_is_int(self.page_size) and 1 <= self.page_size <= 256, "page_size", self.page_size, "use 1 to 256 tokens")
         for name in ("kv_capacity_tokens", "max_model_len", "promised_output_tokens", "hybrid_threshold", "compact_every"):
             value = getattr(self, name)
@@ -115,22 +140,14 @@ class EngineConfig:
                 value,
                 "use a whole number, 1 or more, or None",
             )
-        _check(
-            0.0 < self.kv_memory_utilization <= 1.0,
-            "kv_memory_utilization",
-            self.kv_memory_utilization,
-            "use a share in (0, 1]",
-        )
+        share = self.kv_memory_utilization
+        _check(_finite(share) and 0 < share <= 1, "kv_memory_utilization", share, "use a share in (0, 1]")
         for name in ("pool_headroom", "hybrid_waste"):
             value = getattr(self, name)
             _check(_finite(value) and 0 <= value < 1, name, value, "use a share in [0, 1)")
         threshold = self.compact_threshold
-        _check(
-            threshold is None or (_finite(threshold) and 0 < threshold <= 1),
-            "compact_threshold",
-            threshold,
-            "use a share in (0, 1], or None",
-        )
+        right = threshold is None or (_finite(threshold) and 0 < threshold <= 1)
+        _check(right, "compact_threshold", threshold, "use a share in (0, 1], or None")
         for name in ("max_batch_requests", "max_batch_tokens", "static_batch_tokens", "compact_budget"):
             value = getattr(self, name)
             _check(_is_int(value) and value >= 1, name, value, "use a whole number, 1 or more")
@@ -139,21 +156,22 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
-        _check(isinstance(self.cuda_graphs, bool), "cuda_graphs", self.cuda_graphs, "use True or False")
-        _check(self.steps_in_flight in (1, 2), "steps_in_flight", self.steps_in_flight, "use 1 or 2")
+        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
+        steps = self.steps_in_flight
+        _check(_is_int(steps) and steps in (1, 2), "steps_in_flight", steps, "use 1 or 2")
         _check(_is_int(self.seed), "seed", self.seed, "use a whole number")
 
     def with_(self, **changes: Any) -> EngineConfig:
-        """A copy with some fields changed; an unknown field is a ConfigError that lists the known ones."""
-        known = {f.name for f in fields(self)}
-        unknown = sorted(set(changes) - known)
-        if unknown:
-            raise ConfigError(f"EngineConfig has no field {unknown[0]!r}", f"fields: {', '.join(sorted(known))}")
+        """A copy with some fields changed."""
         return replace(self, **changes)
 
 
-def _str_tuple(value: str | Iterable[str] | None) -> tuple[str, ...]:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+def _tuple(value: Any) -> tuple[Any, ...]:
+    """None, one value or several, as several."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
 
 
 @dataclass(frozen=True)
@@ -177,22 +195,27 @@ class SamplingParams:
     logprobs: int | None = None  # None: off; n: log-probability of the chosen token and the n most likely
     timeout_s: float | None = None  # from arrival; then finish_reason "timeout"
 
+    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
+        _refuse_unknown(cls, given, InvalidRequest)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _str_tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _tuple(self.stop))
+        ids = _tuple(self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", tuple(t.item() if hasattr(t, "item") else t for t in ids))
+        _unwrap(self)
+        penalty = self.repetition_penalty
         rules = (
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "use a whole number, 1 or more"),
             ("temperature", _finite(self.temperature) and self.temperature >= 0, "use 0 (greedy) or more"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "use 0 (off) or a whole number of tokens"),
             ("top_p", _finite(self.top_p) and 0 < self.top_p <= 1, "use a share in (0, 1]"),
             ("min_p", _finite(self.min_p) and 0 <= self.min_p <= 1, "use a share in [0, 1]"),
-            (
-                "repetition_penalty",
-                _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-                "use more than 0; 1 is off",
-            ),
+            # beyond, a product with a logit leaves float32
+            ("repetition_penalty", _finite(penalty) and 1e-12 <= penalty <= 1e12, "use 1e-12 to 1e12; 1 is off"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "use strings that are not empty"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "use token ids, 0 or more"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "use True or False"),
             ("seed", self.seed is None or _is_int(self.seed), "use a whole number or None"),
             ("logprobs", self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20), "use None or 0 to 20"),
             (
@@ -208,7 +231,3 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

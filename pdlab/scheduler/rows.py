@@ -20,6 +20,7 @@ _SAMPLING = {
     "min_p": np.float32,
     "repetition_penalty": np.float32,
 }
+_MOST = {np.float32: float(np.finfo(np.float32).max), np.int32: int(np.iinfo(np.int32).max)}  # more means the same
 
 
 class Rows:
@@ -27,7 +28,7 @@ class Rows:
     numbers. The arrays mirror fields of Request and what the allocator said; planning changes both together."""
 
     def __init__(self, count: int, pages: int) -> None:
-        self.request: list[Request | None] = [None] * count
+        self.clear(count)
         self.id = np.zeros(count, np.int64)
         self.scheduled = np.zeros(count, np.int64)  # tokens whose KV is written, or will be by the steps in flight
         self.sampled = np.zeros(count, np.int64)  # output tokens, those in flight included
@@ -39,8 +40,12 @@ class Rows:
         self.seed = np.zeros(count, np.int64)
         self.logprobs = np.zeros(count, np.int32)
         self.columns = {name: np.zeros(count, dtype) for name, dtype in _SAMPLING.items()}
-        self._unused = list(range(count - 1, -1, -1))
         self._sampling: tuple[np.ndarray, dict[str, np.ndarray]] | None = None  # of the rows asked for last
+
+    def clear(self, count: int) -> None:
+        """No row is in use."""
+        self.request: list[Request | None] = [None] * count
+        self._unused = list(range(count - 1, -1, -1))
 
     def __bool__(self) -> bool:
         """Whether a row is unused."""
@@ -55,8 +60,8 @@ class Rows:
         self.sampled[row] = request.num_sampled
         self.limit[row] = limit
         params = request.params
-        for name, column in self.columns.items():
-            column[row] = getattr(params, name)
+        for name, dtype in _SAMPLING.items():
+            self.columns[name][row] = min(getattr(params, name), _MOST[dtype])
         self.seed[row] = request.seed
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._sampling = None
