@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdlab.core.config import EngineConfig, SamplingParams
-from pdlab.core.errors import EngineClosed, PdlabError
+from pdlab.core.errors import ConfigError, EngineClosed, PdlabError, WorkloadError
 from pdlab.core.request import Request, Timing, TokenEvent, TokenLogprob
-from pdlab.engine.door import Door, Prompt
-from pdlab.engine.engine import Engine
+from pdlab.core.trace import TraceRow
+from pdlab.engine.door import Door, Prompt, params_for
+from pdlab.engine.engine import Engine, longest_request
 from pdlab.engine.tables import RequestTable, steps_frame
 from pdlab.models.config import ModelConfig
 
@@ -61,8 +65,9 @@ class LLM:
     """
 
     def __init__(self, model: Any = "smollm2-135m", config: EngineConfig | None = None, **overrides: Any) -> None:
-        config = (config or EngineConfig()).with_(**overrides)
-        self.config = config
+        if not isinstance(config, EngineConfig | None):
+            raise ConfigError(f"config is {config!r}", "use an EngineConfig, or its fields by name: LLM(model, policy='sjf')")
+        self.config = config = (config or EngineConfig()).with_(**overrides)
         self.model: Model | None = None
         self.tokenizer: Tokenizer | None = None
         self._mail: dict[int, deque[TokenEvent]] = {}  # events of streams that another caller's step produced
@@ -80,16 +85,18 @@ class LLM:
 
         loaded = source if isinstance(source, Loaded) else None
         machine = resolve_device(str(loaded.model.device) if loaded is not None else self.config.device)
-        if loaded is None:
-            dtype = machine.dtype if self.config.dtype == "auto" else self.config.dtype
-            loaded = load(source, device=machine.device, dtype=dtype, seed=self.config.seed)
-        model = loaded.model
-        self.model_config, self.tokenizer, self.model = loaded.config, loaded.tokenizer, model
-        model.ops = make_ops(self.config, loaded.config, model.device, model.dtype)
-        max_len = self.config.max_model_len or loaded.config.max_context
-        executor = TorchExecutor(self.config, model, max_len=min(max_len, loaded.config.max_context))
-        itemsize = model.weights.embed.element_size()
+        dtype = machine.dtype if self.config.dtype == "auto" else self.config.dtype
+        if loaded is None:  # what cannot run is refused before its weights are read
+            check = partial(longest_request, self.config)
+            loaded = load(source, device=machine.device, dtype=dtype, seed=self.config.seed, check=check)
+        self.model_config, self.tokenizer = loaded.config, loaded.tokenizer
+        self.model = model = copy(loaded.model)  # the weights may be shared, the operations are this engine's own
         dtype = str(model.dtype).removeprefix("torch.")
+        if self.config.dtype not in ("auto", dtype):
+            raise ConfigError(f"dtype={self.config.dtype!r}, and the model was loaded in {dtype}", "load it in that dtype")
+        model.ops = make_ops(self.config, loaded.config, model.device, model.dtype)
+        executor = TorchExecutor(self.config, model, max_len=longest_request(self.config, loaded.config))
+        itemsize = model.weights.embed.element_size()
         estimator = make_estimator(self.config, loaded.config, ceilings_for(machine.slug, dtype), itemsize)
         decoder = self.tokenizer.stream if self.tokenizer is not None else None
         return Engine(self.config, loaded.config, executor, estimator, decoder=decoder, end_tokens=loaded.config.eos_token_ids)
@@ -140,8 +147,13 @@ class LLM:
         drops the beginning of a prompt that does not fit. A request that fails later has finish_reason "error" and its
         cause in `error`; the others are not affected.
         """
-        requests = [self.engine.add(ids, p) for ids, p in self.door.admissible(prompts, params, truncate)]
-        self._until(lambda: all(r.finished for r in requests), requests)
+        checked = self.door.admissible(prompts, params, truncate)
+        requests: list[Request] = []
+        with self._none_left_running(requests):
+            for ids, p in checked:
+                requests.append(self.engine.add(ids, p))
+            while not all(r.finished for r in requests):
+                self._turn(None)
         return [self._output(r) for r in requests]
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None, **options: Any) -> RequestOutput:
@@ -167,18 +179,17 @@ class LLM:
         return self._events(self.door.admissible(prompts, params, truncate))
 
     def _events(self, checked: list[tuple[Sequence[int], SamplingParams]]) -> Iterator[TokenEvent]:
-        requests = [self.engine.add(ids, p, stream=True) for ids, p in checked]
         mail: deque[TokenEvent] = deque()
-        try:
-            self._mail |= {r.request_id: mail for r in requests}
+        requests: list[Request] = []
+        with self._none_left_running(requests):
+            for ids, p in checked:
+                requests.append(request := self.engine.add(ids, p, stream=True))
+                self._mail[request.request_id] = mail
             while mail or not all(r.finished for r in requests):
-                if not mail:
-                    self._until(lambda: bool(mail), requests)
-                yield mail.popleft()
-        finally:
-            for request in requests:
-                self._mail.pop(request.request_id, None)
-            self._abort(requests)
+                if mail:
+                    yield mail.popleft()
+                else:
+                    self._turn(None)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request; False if it is unknown or has ended. Its stream gets a last event with "aborted"."""
@@ -193,13 +204,7 @@ class LLM:
         """
         import pandas  # noqa: F401  loaded before the clock is read: it takes longer than a request
 
-        serving = _Serving(self, workload, truncate)
-        try:
-            serving.run()
-        except BaseException:
-            self._abort(serving.live.values())
-            raise
-        return serving.result()
+        return _Serving(self, workload, truncate).run()
 
     def close(self) -> None:
         """Ends what runs as aborted and gives weights and KV memory back. May be called twice."""
@@ -218,20 +223,21 @@ class LLM:
 
     # --- the loop's callers
 
-    def _until(self, done: Callable[[], bool], requests: list[Request]) -> None:
-        """Steps until `done`; an interrupt (Ctrl-C) on the way ends `requests`, so that nothing runs on unseen."""
+    @contextmanager
+    def _none_left_running(self, requests: Collection[Request]) -> Iterator[None]:
+        """However the block is left (an error, Ctrl-C, a stream that nobody reads on), `requests` end with it."""
         try:
-            while not done():
-                self._turn(None)
-        except BaseException:
+            yield
+        finally:
             self._abort(requests)
-            raise
+            for request in requests:
+                self._mail.pop(request.request_id, None)
 
     def _abort(self, requests: Iterable[Request]) -> None:
         if self._engine is not None:
             self._deliver([event for r in requests for event in self._engine.abort(r.request_id)])
 
-    def _turn(self, wake: float | None) -> list[TokenEvent]:
+    def _turn(self, wake: float | None) -> None:
         """One step. When nothing can run, waits for the next timeout or for `wake`, whichever is first; with neither,
         what waits would wait for ever, so it ends with an error."""
         engine = self.engine
@@ -244,7 +250,6 @@ class LLM:
             else:
                 events += engine.give_up()
         self._deliver(events)
-        return events
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -275,26 +280,42 @@ class _Serving:
     def __init__(self, llm: LLM, workload: Workload | Iterable[Item], truncate: str | None) -> None:
         from pdlab.workloads.prompts import prompt_of
 
+        if isinstance(workload, str) or not isinstance(workload, Iterable):
+            raise WorkloadError(f"there is nothing to serve in {workload!r}", "give a Workload, or Items in order of arrival")
         self.llm, self.engine, self.truncate, self.prompt_of = llm, llm.engine, truncate, prompt_of
         self.clients: int | None = getattr(workload, "clients", None)
         self.seed: int = getattr(workload, "seed", None) or 0
-        items = sorted(workload, key=lambda i: i.arrival_s) if isinstance(workload, Sequence) else workload
-        self.items = enumerate(iter(items))
+        items = map(_item, workload)
+        self.items = enumerate(sorted(items, key=lambda i: i.arrival_s) if isinstance(workload, Sequence) else items)
         self.next = next(self.items, None)
-        self.start, self.first_row = self.engine.clock.now(), len(self.engine.trace)
+        self.start = self.engine.clock.now()
         self.table = RequestTable(self.start)
         self.live: dict[int, Request] = {}
+        self.mail: deque[TokenEvent] = deque()
 
-    def run(self) -> None:
-        while self.next is not None or self.live:
-            self.admit(self.engine.clock.now())
-            if not self.live:
-                if (due := self.next_arrival()) is not None:
-                    self.engine.clock.sleep_until(due)
-                continue
-            for event in self.llm._turn(self.next_arrival()):
-                if event.finish_reason is not None and event.request_id in self.live:
-                    self.table.add(self.live.pop(event.request_id))
+    def run(self) -> ServeResult:
+        steps: list[TraceRow] = []
+        before, self.engine.trace = self.engine.trace, steps
+        try:
+            with self.llm._none_left_running(self.live.values()):
+                while self.next is not None or self.live:
+                    self.turn()
+        finally:
+            before.extend(steps)
+            self.engine.trace = before
+        return ServeResult(self.table.frame(), steps_frame(steps, self.start))
+
+    def turn(self) -> None:
+        self.admit(self.engine.clock.now())
+        if self.live:
+            self.llm._turn(self.next_arrival())
+        elif (due := self.next_arrival()) is not None:
+            self.engine.clock.sleep_until(due)
+        while self.mail:
+            event = self.mail.popleft()
+            if event.finish_reason is not None:
+                del self.llm._mail[event.request_id]
+                self.table.add(self.live.pop(event.request_id))
 
     def next_arrival(self) -> float | None:
         """When the next item comes; None when none does, or when all clients are waiting for an answer."""
@@ -305,28 +326,32 @@ class _Serving:
     def admit(self, now: float) -> None:
         while (due := self.next_arrival()) is not None and due <= now and self.next is not None:
             (number, item), self.next = self.next, next(self.items, None)
-            arrival = now if self.clients else due
-            try:
-                request = self.arrive(number, item, arrival)
-            except PdlabError as error:
-                prompt_tokens = item.prompt_tokens if item.prompt is None or isinstance(item.prompt, str) else len(item.prompt)
-                self.table.refuse(arrival, prompt_tokens, item.priority, error)
-            else:
-                self.live[request.request_id] = request
+            self.arrive(number, item, now if self.clients else due)
 
-    def arrive(self, number: int, item: Item, arrival: float) -> Request:
-        llm, params = self.llm, item.sampling()
-        prompt = self.prompt_of(item, number, llm.model_config.vocab_size, self.seed)
-        ids = prompt[:] if item.prompt is None and not isinstance(prompt, str) else llm.door.ids(prompt)
-        return self.engine.add(
-            llm.door.fit(ids, params, self.truncate),
-            params,
-            arrival_s=arrival,
-            priority=item.priority,
-            ttft_deadline_s=item.ttft_deadline_s,
-            per_token_deadline_s=item.per_token_deadline_s,
-            kind=item.kind,
-        )
+    def arrive(self, number: int, item: Item, arrival: float) -> None:
+        llm, tokens = self.llm, item.prompt_tokens
+        try:
+            [params] = params_for(item.sampling(), 1)
+            prompt = self.prompt_of(item, number, llm.model_config.vocab_size, self.seed)
+            ids = prompt[:] if item.prompt is None and not isinstance(prompt, str) else llm.door.ids(prompt)
+            tokens = len(ids)
+            request = self.engine.add(
+                llm.door.fit(ids, params, self.truncate),
+                params,
+                arrival_s=arrival,
+                priority=item.priority,
+                ttft_deadline_s=item.ttft_deadline_s,
+                per_token_deadline_s=item.per_token_deadline_s,
+                kind=item.kind,
+            )
+        except PdlabError as error:
+            self.table.refuse(arrival, tokens, item.priority, error)
+        else:
+            self.live[request.request_id] = request
+            llm._mail[request.request_id] = self.mail
 
-    def result(self) -> ServeResult:
-        return ServeResult(self.table.frame(), steps_frame(self.engine.trace[self.first_row :], self.start))
+
+def _item(item: Any) -> Item:
+    if not hasattr(item, "arrival_s"):
+        raise WorkloadError(f"{item!r} is no Item of a workload", "use pdlab.workloads.workload.Item(arrival_s, prompt=...)")
+    return item

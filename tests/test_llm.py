@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from pdlab.core.errors import (
     EngineClosed,
     InvalidRequest,
     UnknownModel,
+    WorkloadError,
 )
 from pdlab.core.trace import TRACE_COLUMNS
 from pdlab.models.loading import load
@@ -66,7 +68,12 @@ BAD_PROMPTS = {
     "an empty list among others": [[1], []],
     "a number": 5,
     "nothing": None,
-    "bytes": {"a": 1},
+    "a mapping": {"a": 1},
+    "bytes": b"abc",
+    "bytes among others": [[1], b"abc"],
+    "half of a surrogate pair": "a\ud800b",
+    "an array of no dimension": np.array(3),
+    "a boolean among tokens": [[1, True]],
     "a token that is a float": [1, 2.5],
     "a token that is text": [1, "a", 2],
     "booleans": [True, False],
@@ -115,6 +122,62 @@ def test_a_prompt_past_the_context_says_what_would_fit_and_truncate_left_makes_i
     with pytest.raises(InvalidRequest, match="truncate='right'"):
         llm.generate(long, SHORT, truncate="right")
     assert llm.generate(long[:199], SHORT)[0].finish_reason == "length"
+
+
+def test_text_whose_tokens_the_model_does_not_know_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text: [5, 384])  # a tokenizer of another model
+    with pytest.raises(InvalidRequest, match="prompt 1: token id 384"):
+        llm.generate([[1], "a"], SHORT)
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-46},
+        {"temperature": 1e300},
+        {"temperature": 1.0, "top_k": 1 << 40},
+        {"temperature": 1.0, "min_p": 1.0},
+        {"temperature": 1.0, "top_p": 1e-50},
+        {"repetition_penalty": 1e-12},
+        {"repetition_penalty": 1e12},
+        {"temperature": 1.0, "seed": -(1 << 100)},
+        {"max_tokens": 1 << 70},
+        {"timeout_s": 1e300},
+    ],
+    ids=str,
+)
+def test_an_extreme_parameter_harms_nobody(llm: LLM, extreme: dict) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = llm.generate([*prompts()[2:4], "ab"], [replace(GREEDY, **extreme), GREEDY, replace(SHORT, **extreme)])
+    assert [o.finish_reason for o in outputs] == ["length"] * 3
+    assert tuple(outputs[1].token_ids) == alone(FAMILIES[0])[3]
+
+
+def test_what_cannot_run_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdlab.models import loading
+
+    monkeypatch.setattr(loading, "build", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="max_model_len=5000"):
+        LLM(FAMILIES[0], device="cpu", max_model_len=5000)
+    with pytest.raises(ConfigError, match="config is 'paged'"):
+        LLM(FAMILIES[0], "paged")  # type: ignore[arg-type]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 30e9}))
+    with pytest.raises(CapacityError, match=r"llama-3-8b in float32 needs 32.1 GB, and 30.0 GB"):
+        LLM("random:llama-3-8b", device="cpu")
+
+
+def test_two_engines_over_one_loaded_model_keep_their_own_operations() -> None:
+    with tiny(attention="plain") as one, tiny(attention="sdpa") as two:
+        assert (one.model.ops.default, two.model.ops.default) == ("plain", "sdpa")  # type: ignore[union-attr]
+        assert one.model.weights is two.model.weights  # type: ignore[union-attr]
+        a, b = one.stream(prompts()[3], GREEDY), two.stream(prompts()[4], GREEDY)
+        pairs = list(zip(a, b, strict=True))
+    expected = alone(FAMILIES[0])
+    assert tuple(e.token_id for e, _ in pairs) == expected[3]
+    assert tuple(e.token_id for _, e in pairs) == expected[4]
+    with pytest.raises(ConfigError, match="bfloat16"):
+        tiny(dtype="bfloat16")
 
 
 def test_what_cannot_be_built_says_what_would_be_right(tmp_path: Path) -> None:
@@ -282,6 +345,36 @@ def test_serve_gives_the_two_tables_and_bad_items_are_rows_with_their_error(llm:
     assert len(llm.serve([]).requests) == 0
 
 
+@pytest.mark.parametrize("nothing", [None, 5, "text", [5], ["text"], [Item(0.0, prompt="a"), None]], ids=repr)
+def test_what_is_no_workload_is_refused_and_nothing_runs(llm: LLM, nothing: object) -> None:
+    with pytest.raises(WorkloadError) as refused:
+        llm.serve(nothing)  # type: ignore[arg-type]
+    assert refused.value.hint
+    assert llm.engine.idle
+
+
+def test_items_that_are_wrong_in_any_way_leave_their_neighbours_alone(llm: LLM) -> None:
+    wrong = [{"prompt": 5}, {"prompt": b"ab"}, {"prompt": "\ud800"}, {"prompt": [None]}, {"prompt": ""}]
+    wrong += [{"prompt": "a", "params": "greedy"}, {"prompt": "a", "max_tokens": 0}, {"prompt_tokens": 10**6}]
+    requests = llm.serve([Item(0.0, **w) for w in wrong] + [Item(0.0, prompt="good", max_tokens=2)]).requests
+    assert requests.finish_reason.tolist().count("error") == len(wrong)
+    assert requests[requests.finish_reason == "length"].output_tokens.tolist() == [2]
+
+
+def test_a_workload_may_use_the_engine_while_it_is_served(llm: LLM) -> None:
+    def items() -> Iterator[Item]:
+        yield Item(0.0, prompt_tokens=9, max_tokens=3)
+        yield Item(0.0, prompt_tokens=9, max_tokens=150)
+        yield Item(0.001, prompt_tokens=9, max_tokens=150)
+        yield Item(0.002, prompt_tokens=9, max_tokens=2)
+        assert len(llm.generate("abc", SHORT)[0].token_ids) == 5  # its steps also end a request of the workload
+        assert all(llm.abort(rid) for rid in list(llm.engine.live))
+
+    result = llm.serve(items())
+    assert sorted(result.requests.finish_reason) == ["aborted", "aborted", "length", "length"]
+    assert len(result.steps) == len(llm.engine.trace)
+
+
 def test_a_closed_loop_keeps_as_many_requests_as_it_has_clients(llm: LLM) -> None:
     items = [Item(0.0, prompt_tokens=9, max_tokens=n) for n in (3, 9, 4, 6, 5, 2)]
     result = llm.serve(Workload("loop", items, seed=1, clients=2))
@@ -350,6 +443,7 @@ def test_close_gives_the_memory_back_and_later_use_says_so() -> None:
 
 @pytest.mark.gpu
 def test_close_gives_device_memory_back() -> None:
+    gc.collect()  # what tests before this one left in cycles must not be given back in the middle of it
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     with LLM("random:llama-tiny", device="cuda", kv_capacity_tokens=4096) as llm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,11 +48,18 @@ class Door:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("the prompt is empty", "give at least one character or token id")
-            return self.need_tokenizer("a text prompt").encode(prompt)
-        try:
-            ids = np.asarray(prompt if isinstance(prompt, np.ndarray) else list(prompt))
-        except (TypeError, ValueError, OverflowError):
-            ids = np.zeros(1, object)
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(
+                    f"character {error.start} of the prompt is half of a surrogate pair",
+                    "decode the text with its own encoding",
+                ) from error
+            prompt = self.need_tokenizer("a text prompt").encode(prompt)
+        ids = np.zeros((), object)
+        with suppress(TypeError, ValueError, OverflowError):
+            if isinstance(prompt, np.ndarray) or not (isinstance(prompt, bytes | bytearray) or bool in set(map(type, prompt))):
+                ids = np.asarray(prompt)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise InvalidRequest(f"the prompt is neither text nor token ids: {short(prompt)}", "give a str or a list of int")
         wrong = ids[(ids < 0) | (ids >= model.vocab_size)]
@@ -83,8 +91,9 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 and prompts.dtype.kind in "iu" else list(prompts)
-    if not isinstance(prompts, Sequence):
+        one = prompts.ndim == 0 or (prompts.ndim == 1 and prompts.dtype.kind in "iu")
+        return [prompts] if one else list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise InvalidRequest(f"prompts is a {type(prompts).__name__}", "give text, token ids, or a list of either")
     if len(prompts) == 0:
         raise InvalidRequest("the prompt is empty", "give text, token ids, or a list of either")

@@ -31,6 +31,8 @@ from pdlab.scheduler.batching import make_batching
 from pdlab.scheduler.policies import make_policy
 from pdlab.scheduler.scheduler import Scheduler
 
+TRACE_ROWS = 1 << 15  # of the newest steps: about 30 MB; who needs every row of a longer run puts a list in `trace`
+
 
 @dataclass
 class Live:
@@ -79,7 +81,7 @@ class Engine:
         self.clock = executor.clock
         self.max_len, self.allocator = _memory(config, model, executor.capacity())
         self.scheduler = Scheduler(config, self.allocator, make_policy(config), make_batching(config), estimator, self.max_len)
-        self.trace: list[TraceRow] = []
+        self.trace: deque[TraceRow] | list[TraceRow] = deque(maxlen=TRACE_ROWS)
         self.live: dict[int, Live] = {}
         self.in_flight: deque[Flight] = deque()
         self.quiet_until = 0.0  # the caller's word that no request is added before this time; lets a simulation skip ahead
@@ -159,9 +161,9 @@ class Engine:
         started = time.perf_counter()
         now = self.clock.now()
         events = self.expire(now)
-        plan = self.scheduler.plan(now)
-        self.stuck = plan is None and not self.in_flight and bool(self.live)
         try:
+            plan = self.scheduler.plan(now)
+            self.stuck = plan is None and not self.in_flight and bool(self.live)
             if plan is not None:
                 self.in_flight.append(self.submit(plan, started))
             if self.in_flight and (plan is None or len(self.in_flight) >= self.config.steps_in_flight):
@@ -284,7 +286,7 @@ class Engine:
             flight.handle.result()
         self.in_flight.clear()
         self.executor.reset()
-        return self.scheduler.restart()
+        return self.scheduler.restart([live.request for live in self.live.values()])
 
     def give_up(self) -> list[TokenEvent]:
         """For a caller that expects no more arrivals: ends what the policy would never admit. Only when stuck."""
@@ -336,17 +338,25 @@ class Engine:
 
 def _memory(config: EngineConfig, model: ModelConfig, capacity: int) -> tuple[int, Allocator]:
     """(tokens one request may have, the allocator): a request must fit the context, the setting, and the memory alone."""
+    longest = min(longest_request(config, model), capacity)
+    allocator = make_allocator(config, capacity, max_len=longest)
+    longest = min(longest, allocator.stats().largest_free)
+    if longest < 2:
+        raise CapacityError(
+            f"a request can have {longest} tokens in a KV memory of {capacity:,} with pages of {config.page_size}",
+            "a prompt and one output token need 2: raise max_model_len or kv_capacity_tokens, or use a smaller page_size",
+        )
+    return longest, allocator
+
+
+def longest_request(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of prompt + output that the setting and the model's context allow; ConfigError where they contradict."""
     longest = config.max_model_len or model.max_context
     if longest > model.max_context:
         raise ConfigError(
             f"max_model_len={longest} is more than {model.name} can attend to", f"use at most {model.max_context}, or None"
         )
-    longest = min(longest, capacity)
-    allocator = make_allocator(config, capacity, max_len=longest)
-    longest = min(longest, allocator.stats().largest_free)
-    if longest < 2:
-        raise CapacityError(f"the KV memory holds {capacity} tokens", "a prompt and one output token need at least 2")
-    return longest, allocator
+    return longest
 
 
 def _logprob(result: StepResult, i: int, token: int, count: int) -> TokenLogprob:

@@ -11,6 +11,7 @@ flight: planning never needs a token that the device has not delivered yet.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -112,17 +113,25 @@ class Scheduler:
         """The last plan stood for `count` more like it: the next one's number follows them."""
         self._step += count
 
-    def restart(self) -> list[Request]:
-        """A step failed and the executor forgot everything: what still runs is computed again, nothing counts as in
-        flight. Returns the requests of the oldest step, the one that failed."""
+    def restart(self, requests: Iterable[Request]) -> list[Request]:
+        """A step failed, or was interrupted anywhere, and the executor forgot everything: each of `requests`, all that have
+        not ended, waits and is computed again. Returns the requests of the oldest step in flight, the one that failed."""
         failed = self._submitted.popleft() if self._submitted else []
         self._submitted.clear()
         self.allocator.retire(self._step)
-        for request in list(self.running.values()):
-            self.preempt(request)
-        for request in self.waiting.values():
-            request.num_sampled = len(request.output_token_ids)
+        for rid in self.allocator.live():
+            self.allocator.free(rid)
         self.allocator.drop_prefixes()
+        self.rows.clear(len(self.rows.request))
+        for queue in (self.waiting, self.running, self.prefilling, self._fresh):
+            queue.clear()
+        self._decoding = None
+        for request in requests:
+            request.preemptions += request.status is Status.RUNNING
+            request.status, request.row = Status.WAITING, -1
+            request.num_computed = request.num_scheduled = 0
+            request.num_sampled = len(request.output_token_ids)
+            self.waiting[request.request_id] = request
         return failed
 
     # --- what drafts ask

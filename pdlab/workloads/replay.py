@@ -197,7 +197,7 @@ def replay(
         _Loop(engine, workload, outcome, seed).run(until_s)
     finally:
         if keep:
-            outcome.trace = engine.trace
+            outcome.trace = list(engine.trace)
             for row in engine.trace:
                 totals.append(row)
         engine.trace = rows_before

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tiny_engine import FAMILIES, GREEDY, alone, assert_nothing_leaked, prompts, tiny
 
 from pdlab import LLM, SamplingParams
+from pdlab.allocators.paged import Paged
 from pdlab.core.errors import PdlabError
 from pdlab.models.loading import load
+from pdlab.scheduler.draft import Draft
+from pdlab.scheduler.policies import FirstComeFirstServed
+from pdlab.scheduler.rows import Rows
+from pdlab.scheduler.scheduler import Scheduler
+from pdlab.workloads.workload import Item
 
 FLIGHTS = pytest.mark.parametrize("flights", [1, 2])
 
@@ -176,3 +184,47 @@ def test_a_request_that_could_never_fit_is_refused_alone() -> None:
         assert full.finish_reason == "length"
         assert len(full.token_ids) == 1
         assert_nothing_leaked(llm)
+
+
+PLANNING = [(Rows, "take"), (Rows, "locate"), (Rows, "sampling"), (Paged, "reserve"), (Paged, "submitted"), (Draft, "prefill")]
+PLANNING += [(Draft, "freeze"), (Scheduler, "admit"), (Scheduler, "commit"), (FirstComeFirstServed, "order")]
+
+
+@FLIGHTS
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), PLANNING, ids=lambda v: v if isinstance(v, str) else v.__name__)
+def test_planning_may_be_interrupted_anywhere(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, flights: int
+) -> None:
+    real, calls = getattr(owner, name), itertools.count()
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        strike = next(calls) == 2
+        if strike and not after:
+            raise KeyboardInterrupt
+        result = real(*args, **named)
+        if strike:
+            raise KeyboardInterrupt
+        return result
+
+    brief = replace(GREEDY, max_tokens=5)
+    expected = [tokens[:5] for tokens in alone(FAMILIES[0])]
+    with tiny(steps_in_flight=flights, max_batch_requests=3, kv_capacity_tokens=256) as llm:
+        stream = llm.stream(prompts()[3], brief)
+        first = next(stream)
+        monkeypatch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts(), brief)
+        assert (first.token_id, *(e.token_id for e in stream)) == expected[3]
+        assert [tuple(o.token_ids) for o in llm.generate(prompts(), brief)] == expected
+        assert_nothing_leaked(llm)
+
+
+def test_a_long_run_keeps_the_newest_trace_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlab.engine.engine.TRACE_ROWS", 10)
+    with tiny() as llm:
+        llm.generate(prompts()[2], GREEDY)
+        assert [row.step for row in llm.engine.trace] == list(range(13, 23))
+        steps = llm.serve([Item(0.0, prompt_tokens=5, max_tokens=30)]).steps
+        assert len(steps) == 30  # a served workload has all of its own
+        assert len(llm.engine.trace) == 10
