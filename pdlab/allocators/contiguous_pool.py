@@ -66,9 +66,9 @@ class ContiguousPool(ExtentAllocator):
         return True
 
     def compact(self, budget: int, room: int = 0) -> list[KVCopy]:
-        """For `room`: slides the fewest slots that bring together enough free ones side by side. For all: first the highest
-        extents into the lowest holes that take them, then everything left slides down. Only when no step is in flight does
-        anything slide, since it then overlaps where it was; the copies themselves never overlap their source."""
+        """Slides extents down over the gaps, each at most once: all of them, or for `room` the fewest slots that bring
+        together enough free ones. What slides may overlap where it was (the copies themselves never overlap their source), so
+        with steps in flight the highest extents go into the lowest holes that take them instead."""
         copies = [op for op in self._ops if isinstance(op, KVCopy)]
         self._ops = []
         room = self.rounded(room)
@@ -76,8 +76,9 @@ class ContiguousPool(ExtentAllocator):
         by_address = sorted(self._pieces.values(), key=lambda p: p.start)
         if room and (self._free.largest() >= room or self._free.total < room):
             return copies
-        if room and still:
-            return copies + self._slide(*self._cheapest(by_address, room), budget)
+        if still:
+            neighbours, edge = self._cheapest(by_address, room) if room else (by_address, 0)
+            return copies + self._slide(neighbours, edge, budget)
         for piece in reversed(by_address):
             hole = next((start for start, size in self._free.extents() if size >= piece.size), None)
             if piece.size <= budget and hole is not None and hole < piece.start:
@@ -86,7 +87,7 @@ class ContiguousPool(ExtentAllocator):
                 budget -= piece.size
         copies += [op for op in self._ops if isinstance(op, KVCopy)]
         self._ops = []
-        return copies + (self._slide(sorted(by_address, key=lambda p: p.start), 0, budget) if still else [])
+        return copies
 
     def _cheapest(self, pieces: list[Piece], room: int) -> tuple[list[Piece], int]:
         """Neighbouring extents, least in sum, between gaps that together make `room`; and where the first gap begins."""

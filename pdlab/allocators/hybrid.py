@@ -75,6 +75,7 @@ class Hybrid(Paged):
         self.fixed_threshold = threshold
         self.max_len, self.promised = max_len, promised
         self.rule = ThresholdRule(waste)
+        self.pooled = 0  # requests that were given a run so far
         self._promised: dict[int, tuple[int, int]] = {}  # request -> (longest, tokens at its first reserve)
         self._runs: dict[int, range] = {}  # request -> its run of pages
         super().__init__(capacity, page_size, prefix_reuse=prefix_reuse)
@@ -109,6 +110,7 @@ class Hybrid(Paged):
         if need < 1 or (start := free.take(need)) is None:
             return
         owner = owner or self._add_owner(rid)
+        self.pooled += 1
         run = self._runs[rid] = range(start, start + need)
         for page in run:
             self.pages.own(page)

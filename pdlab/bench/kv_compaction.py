@@ -56,7 +56,7 @@ def run(ctx: Context) -> None:
 def _gain(ctx: Context, record: Any, variant: str, settings: dict[str, Any], n: int) -> None:
     load = Load(MODEL, 100, n, conversation, kv_tokens=64 << 10)
     more = {key: value if ctx.full or key != "compact_every" else 50 for key, value in settings.items()}
-    config = load.config("contiguous_pool", executor="simulated", simulated_device=DEVICE, pool_headroom=0.0625, **more)
+    config = load.config("contiguous_pool", executor="simulated", simulated_device=DEVICE, **more)
     workload = load.workload(ctx.seed)
     with simulated_engine(f"random:{MODEL}", config) as engine:
         outcome = play(engine, workload)

@@ -35,6 +35,14 @@ def small_talk(clients: int, n: int, seed: int) -> Workload:
     return Workload("small_talk", make("small_talk", n, all_at_once(), *lengths, seed=seed), seed, clients)
 
 
+def short_and_long(clients: int, n: int, seed: int) -> Workload:
+    """Every other request a question with a one-word answer, the rest conversation; each asks for exactly what it needs."""
+    short = make("short", n // 2, all_at_once(), lognormal(60, 0.5, 200), lognormal(4, 0.4, 8), seed=seed, kind="short")
+    long = conversation(clients, n - n // 2, seed)
+    mixed = [item for pair in zip(long, short, strict=False) for item in pair]
+    return Workload("short_and_long", mixed, seed, clients)
+
+
 def with_shared_prefixes(workload: Workload, groups: int, tokens: int) -> Workload:
     """Every request begins with one of `groups` equal prefixes of `tokens` tokens."""
     items = (
