@@ -57,34 +57,35 @@ def _y_scale(ax: Axes, values: pd.Series) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(short))
 
 
-def draw_lines(ax: Axes, table: pd.DataFrame) -> None:
-    """The series of `table` on `ax`, each kind in its own manner, with a legend where there is more than one line."""
-    look = colours(table["series"])
+def draw_lines(ax: Axes, table: pd.DataFrame) -> list[Any]:
+    """The series of `table` on `ax`, each kind in its own manner; returns the legend's handles.
+
+    A prediction has its measurement's colour, so one grey dashed entry stands for all of them.
+    """
+    from matplotlib.lines import Line2D
+
+    look, handles = colours(table["series"]), []
+    real = set(table.loc[table["kind"] != "predicted", "series"])
     for (series, kind), rows in table.groupby(["series", "kind"], sort=False):
         colour, marker = look[series]
         rows = rows.sort_values("x")
         if kind == "predicted":
             alone = "_" if len(rows) == 1 else ""  # one point makes no line
-            ax.plot(
-                rows["x"],
-                rows["y"],
-                "--",
-                color=colour,
-                marker=alone,
-                markersize=12,
-                label=f"{series}, predicted",
-                linewidth=1.5,
-            )
+            dashed: dict[str, Any] = {"color": colour, "linewidth": 1.5, "marker": alone, "markersize": 12}
+            made = ax.plot(rows["x"], rows["y"], "--", label=f"{series}, predicted", **dashed)
         elif kind == "article":
             style: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": INK, "markersize": 8, "markeredgewidth": 1.4}
-            ax.plot(rows["x"], rows["y"], "D", label=f"{series}, article", **style)
+            made = ax.plot(rows["x"], rows["y"], "D", label=f"{series}, article", **style)
         else:
             label = str(series) if kind == "measured" else f"{series}, {kind}"
-            ax.plot(rows["x"], rows["y"], "-", color=colour, marker=marker, label=label)
+            made = ax.plot(rows["x"], rows["y"], "-", color=colour, marker=marker, label=label)
             if "p10" in rows and rows["p10"].notna().any():
                 ax.fill_between(rows["x"], rows["p10"], rows["p90"], color=colour, alpha=0.18, linewidth=0)
-    if len(ax.get_lines()) > 1:
-        ax.legend(loc="best")
+        if kind != "predicted" or series not in real:
+            handles += made
+    if real and "predicted" in set(table["kind"]):
+        handles.append(Line2D([], [], color=FAINT, linestyle="--", marker="", linewidth=1.5, label="predicted"))
+    return handles
 
 
 def latency(
@@ -100,7 +101,9 @@ def latency(
     times differ by less than four times has a plain axis from 0 instead, so that flat looks flat."""
     figure, axes = canvas(claim, footer, size=size, columns=len(panels))
     for ax, (title, table) in zip(axes[0], panels.items()):
-        draw_lines(ax, table)
+        handles = draw_lines(ax, table)
+        if len(handles) > 1:
+            ax.legend(handles=handles, loc="best")
         ax.set(title=title if len(panels) > 1 else "", xlabel=xlabel, xscale="log")
         plain_ticks(ax.xaxis, table["x"], limit=7)
         _y_scale(ax, table["y"])
@@ -224,12 +227,10 @@ def utilization(
     """Shares of several ceilings as lines over a logarithmic x, in percent; `limit` = (value, words) is a line across."""
     figure, axes = canvas(claim, footer, size=(8.6, 4.4))
     ax = axes[0, 0]
-    draw_lines(ax, table)
+    handles = draw_lines(ax, table)
     if limit is not None:
-        ax.axhline(limit[0], color=INK, linewidth=1.2, linestyle=":", label=limit[1])
-    if (legend := ax.get_legend()) is not None:
-        legend.remove()  # the lines cross everywhere, so no corner of the axes is free
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
+        handles.append(ax.axhline(limit[0], color=INK, linewidth=1.2, linestyle=":", label=limit[1]))
+    figure.legend(handles=handles, loc="outside right center")  # the lines cross everywhere: no corner of the axes is free
     ax.set(xscale="log", xlabel=xlabel, ylabel="share of the measured ceiling, %")
     ax.set_ylim(0, max(105.0, float(table["y"].max()) * 1.08))
     plain_ticks(ax.xaxis, table["x"])

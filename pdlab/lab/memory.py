@@ -225,7 +225,7 @@ def throughput(lines: pd.DataFrame, *, claim: str, footer: str, mark: float | No
 
     figure, axes = canvas(claim, footer, size=(8.6, 4.2))
     ax = axes[0, 0]
-    draw_lines(ax, lines)
+    ax.legend(handles=draw_lines(ax, lines), loc="best")
     ax.set(xscale="log", xlabel="requests in flight", ylabel="requests a second", ylim=(0, 1.15 * float(lines["y"].max())))
     plain_ticks(ax.xaxis, lines["x"])
     if mark is not None:

@@ -148,6 +148,17 @@ def test_simulated_and_recorded_series_carry_that_word() -> None:
     assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["a, simulated", "b, recorded"]
 
 
+def test_one_entry_of_the_legend_stands_for_all_predictions() -> None:
+    rows = pd.concat([table(3.0, s, k) for s in ("a", "b", "c") for k in ("measured", "predicted")])
+    figure = figures.latency({"": rows}, claim="c", footer=FOOTER, xlabel="x", ylabel="y")
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["a", "b", "c", "predicted"]
+    colour = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
+    assert colour["b"] == colour["b, predicted"] != colour["a"]
+    alone = figures.latency({"": rows[rows.kind == "predicted"]}, claim="c", footer=FOOTER, xlabel="x", ylabel="y")
+    shown = [t.get_text() for t in alone.axes[0].get_legend().get_texts()]
+    assert shown == ["a, predicted", "b, predicted", "c, predicted"]
+
+
 def test_flat_times_look_flat() -> None:
     figure = latency()
     steep, flat = figure.axes[:2]
