@@ -31,6 +31,7 @@ from pdlab.bench.memory_runs import (
 )
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import CapacityError
+from pdlab.core.plan import KVOp
 from pdlab.costs.formulas import itemsize_of
 from pdlab.models.catalogue import config_of
 from pdlab.workloads.workload import Workload
@@ -85,10 +86,12 @@ def real_loads(full: bool) -> list[Load]:
         return [Load("llama-tiny", 8, 24, small_talk, kv_tokens=512), Load("llama-tiny", 2, 8, small_talk, kv_tokens=512)]
     tight = 64 << 10  # less than 100 of these requests need at once
     return [
-        *(Load("llama-3-8b", c, max(50, 2 * c)) for c in (100, 25, 400)),
-        Load("llama-3-8b", 100, 200, kv_tokens=tight),
-        Load("llama-3-8b", 100, 200, kv_tokens=tight, shared=512),
-        Load("llama-1b", 100, 200),
+        Load("llama-3-8b", 100, 160),
+        Load("llama-3-8b", 100, 160, kv_tokens=tight),
+        Load("llama-3-8b", 100, 160, kv_tokens=tight, shared=512),
+        Load("llama-3-8b", 25, 60),
+        Load("llama-1b", 100, 160),
+        Load("llama-3-8b", 400, 500),
     ]
 
 
@@ -99,18 +102,33 @@ def simulated_loads(full: bool, model: str) -> list[Load]:
 
 
 def run(ctx: Context) -> None:
+    """On a GPU the model first: simulating needs none and can be done elsewhere."""
     wanted = [v for v in VARIANTS if ctx.full or not v.startswith("paged_")]
+    parts = (_measure_all, _simulate_all) if ctx.device.startswith("cuda") else (_simulate_all, _measure_all)
+    for part in parts:
+        part(ctx, wanted)
+
+
+def _simulate_all(ctx: Context, wanted: list[str]) -> None:
     for device, model in SIMULATED.items():
         if ctx.full or device != "nvidia-h200":
             with recorder_for(ctx, device) as record:
                 for load in simulated_loads(ctx.full, model):
                     _simulate(ctx, record, device, load, wanted)
-    models: dict[str, list[Load]] = {}
-    for load in real_loads(ctx.full):
-        models.setdefault(load.model, []).append(load)
-    for model, loads in models.items():
-        if ctx.left() > 0:
-            _measure(ctx, model, loads, wanted)
+
+
+def _measure_all(ctx: Context, wanted: list[str]) -> None:
+    """Each model is loaded once; the page sizes are compared under the first load only."""
+    from pdlab.models.loading import load as load_model
+
+    loaded: Any = None
+    for i, load in enumerate(real_loads(ctx.full and ctx.device.startswith("cuda"))):
+        if ctx.left() <= 0:
+            return
+        if loaded is None or loaded.config.name != config_of(f"random:{load.model}").name:
+            loaded = None  # the old weights go before the new ones come
+            loaded = load_model(f"random:{load.model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
+        _measure(ctx, loaded, load, [v for v in wanted if i == 0 or not v.startswith("paged_")])
 
 
 def _params(load: Load, workload: Workload, kv_tokens: int) -> dict[str, Any]:
@@ -135,33 +153,28 @@ def _simulate(ctx: Context, record: Any, device: str, load: Load, wanted: list[s
         ctx.say(f"  {device} simulated, {load.concurrency:>3} requests, {variant:<15} {outcome.throughput:8.2f} req/s")
 
 
-def _measure(ctx: Context, model: str, loads: list[Load], wanted: list[str]) -> None:
-    from pdlab.models.loading import load as load_model
-
-    on_gpu = ctx.device.startswith("cuda")
-    loaded = load_model(f"random:{model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
-    per_token = config_of(f"random:{model}").kv_bytes_per_token(itemsize_of(ctx.dtype))
-    for load in loads:
-        workload = load.workload(ctx.seed)
-        for variant in wanted:
-            if ctx.left() <= 0:
-                return
-            config = load.config(variant, device=ctx.device, dtype=ctx.dtype)
-            asked = _params(load, workload, load.kv_tokens or 0)
-            try:
-                with real_engine(loaded, config) as engine:
-                    params = _params(load, workload, engine.executor.capacity())
-                    outcome = play(engine, workload, warm=min(load.concurrency, 16))
+def _measure(ctx: Context, loaded: Any, load: Load, wanted: list[str]) -> None:
+    on_gpu, workload = ctx.device.startswith("cuda"), load.workload(ctx.seed)
+    for variant in wanted:
+        if ctx.left() <= 0:
+            return
+        config = load.config(variant, device=ctx.device, dtype=ctx.dtype)
+        ops: list[KVOp] = []
+        try:
+            with real_engine(loaded, config) as engine:
+                params = _params(load, workload, engine.executor.capacity())
+                outcome = play(engine, workload, warm=min(load.concurrency, 16))
+                if on_gpu and variant == "per_request":  # some of it again, for the pieces that it asks for
                     ops = watch_ops(engine)
-                    if on_gpu and variant == "per_request":  # the same requests again, for the pieces they ask for
-                        play(engine, workload.head(load.concurrency))
-            except CapacityError as error:
-                ctx.record.skip("throughput", "req/s", str(error), variant=variant, params=asked)
-                continue
-            report(ctx.record, outcome, variant=variant, kind="measured", params=params, settings=_settings(config))
-            if on_gpu and variant == "per_request":
-                _framework(ctx, ops, per_token, params)
-            ctx.say(f"  {model}, {load.concurrency:>3} requests, {variant:<15} {outcome.throughput:8.2f} req/s")
+                    play(engine, workload.head(load.concurrency))
+        except CapacityError as error:
+            asked = _params(load, workload, load.kv_tokens or 0)
+            ctx.record.skip("throughput", "req/s", str(error), variant=variant, params=asked)
+            continue
+        report(ctx.record, outcome, variant=variant, kind="measured", params=params, settings=_settings(config))
+        if ops:
+            _framework(ctx, ops, loaded.config.kv_bytes_per_token(itemsize_of(ctx.dtype)), params)
+        ctx.say(f"  {load.model}, {load.concurrency:>3} requests, {variant:<15} {outcome.throughput:8.2f} req/s")
 
 
 def _framework(ctx: Context, ops: Any, per_token: int, params: dict[str, Any]) -> None:
