@@ -18,6 +18,9 @@ from pdlab.costs.interface import Estimator
 from pdlab.scheduler.interface import Policy
 from pdlab.scheduler.policies import Lazily
 
+LATE_PART = 8  # the share of a step's budget that late prompts may fill is one in so many
+MOST_GAP = 3  # per-token objectives between two tokens while a burst of prompts is served
+
 
 def first_token_due(request: Request, ttft_s: float) -> float:
     """The request's own objective, else the default `ttft_s`."""
@@ -50,11 +53,11 @@ class EarliestDeadline(Policy):
     2. a set of requests that can all be in time, earliest deadline first: the waiting ones are taken by deadline, and when
        the work taken no longer fits before the next deadline, the longest of them is left out (Moore 1968: no other choice
        leaves fewer late). Work is prefill seconds in steps of the usual budget, decodes and all;
-    3. those left out and those already late, shortest first: they use what the second group leaves of a step, up to a
-       quarter of its budget, so that whoever arrives meanwhile finds a short step.
+    3. those left out and those already late, shortest first: they use what the second group leaves of a step, up to an
+       eighth of its budget, so that whoever arrives meanwhile finds a short step.
 
     When the second group holds more than a step's prompts, a step is given to prompts alone (`holds_decodes`), so long as
-    every stream stays on its schedule (see next_token_due) and nobody waits longer than twice the per-token objective.
+    every stream stays on its schedule (see next_token_due) and no gap between two tokens exceeds MOST_GAP objectives.
 
     Promise: nobody who arrives later than arrival(r) + patience is served before r, so the bound of AgedShortestFirst holds
     with headstart = patience. Gives up first whose stream is furthest ahead of its own schedule.
@@ -65,22 +68,25 @@ class EarliestDeadline(Policy):
     def __init__(self, ttft_s: float, per_token_s: float, patience_s: float, step_tokens: int) -> None:
         self.ttft_s, self.per_token_s, self.patience_s, self.step_tokens = ttft_s, per_token_s, patience_s, step_tokens
         self._late: set[int] = set()
+        self._times: tuple[float, float, float] = math.nan, 0.0, 0.0  # when step_times was asked, and its answer
         self._ordered_at, self._held_at = math.nan, math.nan  # when order and holds_decodes were last asked, and said yes
 
-    def step_times(self, running: Sequence[Request], estimator: Estimator) -> tuple[float, float]:
-        """Seconds of a full step of prompts alone, and of one that also decodes."""
-        decoding = [r for r in running if r.output_token_ids]
-        left = max(1, self.step_tokens - len(decoding))
-        kv = sum(r.num_tokens for r in decoding)
-        mixed = estimator.step_seconds(PlanShape(((left, 0),), len(decoding), kv, 0, len(decoding) + 1))
-        alone = estimator.prefill_seconds(self.step_tokens)
-        return alone, max(mixed, 1e-9) * self.step_tokens / left
+    def step_times(self, running: Sequence[Request], now: float, estimator: Estimator) -> tuple[float, float]:
+        """Seconds of a full step of prompts alone, and of one that also decodes; both worked out once a step."""
+        if self._times[0] != now:
+            context = [r.num_tokens for r in running if r.output_token_ids]
+            decodes = len(context)
+            left = max(1, self.step_tokens - decodes)
+            mixed = estimator.step_seconds(PlanShape(((left, 0),), decodes, sum(context), 0, decodes + 1))
+            alone = estimator.prefill_seconds(self.step_tokens)
+            self._times = now, alone, max(mixed, 1e-9) * self.step_tokens / left
+        return self._times[1:]
 
     def order(
         self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         self._ordered_at = now
-        alone, mixed = self.step_times(running, estimator)
+        alone, mixed = self.step_times(running, now, estimator)
         stretch = max(1.0, mixed / max(alone, 1e-9))
         aged: list[Request] = []
         late: list[tuple[float, float, int, Request]] = []
@@ -125,24 +131,24 @@ class EarliestDeadline(Policy):
 
     def _may_hold(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
         urgent = 0
-        for r in prompts:
+        for r in prompts:  # the cheap question first: most steps end here
             if now + estimator.remaining_if(r, 0) <= next_token_due(r, self.ttft_s, self.per_token_s):
                 urgent += r.num_tokens - r.num_computed
         streams = [r for r in running if r.last_token_s is not None]
         if urgent <= self.step_tokens - len(streams):
             return False
-        alone, mixed = self.step_times(running, estimator)
+        alone, mixed = self.step_times(running, now, estimator)
         next_token = now + alone / 2 + mixed
         for r in streams:
             own = self.per_token_s if r.per_token_deadline_s is None else r.per_token_deadline_s
             last = now if r.last_token_s is None else r.last_token_s
-            if next_token > min(next_token_due(r, self.ttft_s, self.per_token_s), last + 2 * own):
+            if next_token > min(next_token_due(r, self.ttft_s, self.per_token_s), last + MOST_GAP * own):
                 return False
         return True
 
     def chunk(self, request: Request, left: int, used: int) -> int:
         if request.request_id in self._late:
-            return max(0, min(left, max(1, self.step_tokens // 4) - used))
+            return max(0, min(left, max(1, self.step_tokens // LATE_PART) - used))
         # prompts alone are as quick in short steps, and whose prompt is complete need not wait for the others'
         held = self._held_at == self._ordered_at
         return max(0, min(left, max(1, self.step_tokens // 2) - used)) if held else left
