@@ -51,8 +51,8 @@ def product_rule(tuning: Tuning, outputs: int, k: int, batch: int) -> ProductTil
         rows = 8 if k <= 2048 else 4
         return ProductTile(rows, tile_k, 1, 2 if k >= 8192 else 1, 0, 4 if k <= 2048 else 8, 1, pdl)
     big = tuning.shared_bytes > (128 << 10)
-    rows = 128 if columns > 64 else 64 if columns > 32 else 32
-    warps = 8 if columns > 64 else 4
+    rows = 64 if columns > 32 else 32
+    warps = 4 if columns <= 64 else columns // 16  # 32 results a thread: their noise takes registers too
     tile_k = max(16, min(wide, 64 if columns > 64 else 128))
     stages = 4 if big else 3
     split = 1

@@ -108,12 +108,14 @@ def projection_sample_kernel(
             # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
             hot = acc / tl.maximum(temperature, 1e-6)[None, :] + noise
             score = tl.where((temperature > 0)[None, :], hot, acc)
-        keys = race_key(score, rows[:, None])  # rows past the end of the vocabulary repeat the last token's key
-        tl.atomic_max(BEST + m, tl.max(keys, 0), mask=real, sem="relaxed")
+        score = tl.where(score == score, score, float("inf"))  # NaN must show, and no comparison finds it
+        best, at = tl.max(score, 0, return_indices=True)  # of equal scores the first
+        key = race_key(best, tl.minimum(tile * ROWS + at, VOCAB - 1))  # rows past the end repeat the last token
+        tl.atomic_max(BEST + m, key, mask=real, sem="relaxed")
         tl.debug_barrier()  # every thread's maximum comes before the release below
         if tl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-            best = tl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
-            tl.store(OUT + m, winner(best), mask=real)
+            won = tl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
+            tl.store(OUT + m, winner(won), mask=real)
             tl.store(BEST + m, tl.full((BM,), _EMPTY, tl.int64), mask=real)  # for the next launch
             tl.store(DONE, 0)
 
