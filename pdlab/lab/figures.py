@@ -287,12 +287,12 @@ def chips(table: pd.DataFrame, *, claim: str, footer: str) -> LabFigure:
         offset = (-5, 4) if i % 2 else (5, -4)
         ax.annotate(_short_name(str(name)), (px, py), offset, textcoords="offset points", fontsize=8.5, **at)
     for ridge in (1, 10, 100, 1000):
-        at_x = max(low * 1.1, ax.get_ylim()[0] * 1e3 / ridge * 3)
-        ax.text(at_x, at_x * ridge / 1e3 * 0.85, f"{ridge:,} FLOP/byte", fontsize=8, color=FAINT, va="top")
+        at_x = min(high * 0.92, ax.get_ylim()[1] * 1e3 / ridge * 0.6)
+        ax.text(at_x, at_x * ridge / 1e3 * 1.12, f"{ridge:,} FLOP/byte", fontsize=8, color=FAINT, ha="right", va="bottom")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(short))
     ax.set(xlabel="memory, GB/s", ylabel="matrix products, TFLOP/s")
-    ax.legend(loc="lower right")
+    ax.legend(loc="upper left")
     return figure
 
 

@@ -88,7 +88,21 @@ def timeline() -> style.LabFigure:
     return figures.timeline(38, 0.12, [0.041] * (len(words) - 1), words, claim=LONG, footer=FOOTER)
 
 
-FIGURES = [latency, roofline, shares, heat, utilization, timeline]
+def chips() -> style.LabFigure:
+    rows = [("AMD EPYC 7B13 64-Core Processor", 2e10, 2e11, "measured"), ("Tesla T4", 3.2e11, 6.5e13, "data sheet")]
+    rows += [("NVIDIA A100-SXM4-40GB", 1.55e12, 3.12e14, "data sheet"), ("NVIDIA H200", 4.6e12, 7e14, "measured")]
+    return figures.chips(
+        pd.DataFrame(rows, columns=["name", "bytes_per_s", "flops_per_s", "source"]), claim=LONG, footer=FOOTER
+    )
+
+
+def serving() -> style.LabFigure:
+    t = np.arange(40) * 0.01
+    columns = {"t_start": t, "t_end": t + 0.01, "prefill_tokens": np.arange(40) % 7 * 300, "decode_count": 9, "waiting": 2}
+    return figures.serving(pd.DataFrame(columns), claim=LONG, footer=FOOTER)
+
+
+FIGURES = [latency, roofline, shares, heat, utilization, timeline, chips, serving]
 
 
 @pytest.mark.parametrize("make", FIGURES, ids=lambda f: f.__name__)
