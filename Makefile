@@ -26,7 +26,7 @@ run: $(STAMP)
 	$(BIN)/pdlab run --profile $(PROFILE) --out "$(OUT)" $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,8 +18,6 @@ from batches import run_cli, write_notebook
 from pdlab.runner import jobs
 from pdlab.runner.batch import load_results
 
-pytestmark = pytest.mark.xdist_group("runner-interrupted")
-
 WAIT = """\
 import os, pathlib, time
 print('waiting', flush=True)

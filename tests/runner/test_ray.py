@@ -12,7 +12,7 @@ import psutil
 import pytest
 from batches import run_cli, write_notebook
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="the `batch` extra is not installed")
 
 WAIT = """\

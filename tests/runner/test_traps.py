@@ -12,8 +12,6 @@ import pytest
 import yaml
 from batches import Ran, run_cli, write_notebook
 
-pytestmark = pytest.mark.xdist_group("runner-traps")  # one batch for the whole file
-
 TELL_PID = "import os, pathlib\npathlib.Path('{name}.pid').write_text(str(os.getpid()))"
 VALUES = "from IPython.display import display\ndisplay({'application/vnd.pdlab.values+json': {'twice': 2 * n}}, raw=True)"
 EXPECTED = {
