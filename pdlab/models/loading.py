@@ -92,7 +92,8 @@ def _fits(config: ModelConfig, device: torch.device, dtype: str) -> None:
     """CapacityError where a CPU's memory cannot hold the weights: the system would end the process without a word."""
     import psutil
 
-    need, free = parameter_count(config) * DTYPES[dtype].itemsize, psutil.virtual_memory().available
+    rotary = 12 * config.max_context * config.head_dim if config.family == "llama" else 0  # while its table is made
+    need, free = parameter_count(config) * DTYPES[dtype].itemsize + rotary, psutil.virtual_memory().available
     if device.type == "cpu" and need > free:
         raise CapacityError(
             f"{config.name} in {dtype} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free",

@@ -45,32 +45,37 @@ class Tokenizer(Protocol):
 class StreamDecoder:
     """Ids one at a time to text, never half a UTF-8 character; all pieces joined equal `decode` of all ids.
 
-    Decodes a short window twice, with and without its newest id, because a token's text can depend on its neighbours.
+    Decodes a window of the newest ids, because a token's text can depend on its neighbours. Bytes that make no character
+    yet are replacement characters at its end: those are held back until the next ids decide.
     """
+
+    _LONGEST, _KEPT = 32, 16  # ids of the window; held characters come from fewer than it keeps
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0  # window's first id
-        self._done = 0  # ids whose text was given out
+        self._given = 0  # characters of the window's text that were given out
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this id; empty while a character is incomplete."""
         self._ids.append(token_id)
-        before = self._tokenizer.decode(self._ids[self._start : self._done])
-        after = self._tokenizer.decode(self._ids[self._start :])
-        if after.endswith(UNFINISHED) and len(self._ids) - self._done < 8:
-            return ""
-        return self._give(before, after)
+        text = self._tokenizer.decode(self._ids)
+        held = min(3, len(text) - len(text.rstrip(UNFINISHED)))  # three of four bytes, where each is shown by itself
+        return self._give(text, len(text) - held)
 
     def flush(self) -> str:
         """What is left at the end, half a character shown as the replacement character."""
-        before = self._tokenizer.decode(self._ids[self._start : self._done])
-        return self._give(before, self._tokenizer.decode(self._ids[self._start :]))
+        text = self._tokenizer.decode(self._ids)
+        return self._give(text, len(text))
 
-    def _give(self, before: str, after: str) -> str:
-        self._start, self._done = self._done, len(self._ids)
-        return after[len(before) :]
+    def _give(self, text: str, end: int) -> str:
+        piece = text[self._given : end]
+        self._given = max(self._given, end)
+        if len(self._ids) == self._LONGEST:
+            held = len(text) - self._given
+            self._ids = self._ids[-self._KEPT :]
+            self._given = len(self._tokenizer.decode(self._ids)) - held
+        return piece
 
 
 class ByteTokenizer:

@@ -97,6 +97,20 @@ def test_a_wheel_cut_short_is_refused(index: Path, tmp_path: Path, monkeypatch: 
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("obstacle", ["a folder in its place", "a file where the folder should be"])
+def test_what_lies_in_the_way_is_named_before_anything_is_downloaded(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    if "folder in" in obstacle:
+        (tmp_path / "home" / "models" / f"{NAME}.gguf").mkdir(parents=True)
+    else:
+        (tmp_path / "home").write_text("")
+    monkeypatch.setattr(module, "_download", lambda *a: pytest.fail("it was downloaded"))
+    with pytest.raises(FetchError, match=r"smollm2-135m\.gguf cannot be written") as caught:
+        fetch(NAME)
+    assert str(tmp_path / "home") in caught.value.hint
+
+
 def test_only_models_with_weights_can_be_fetched() -> None:
     assert cached_path("llama-1b") is None
     with pytest.raises(UnknownModel, match="smollm2-135m"):

@@ -16,7 +16,7 @@ import torch
 from feeding import whole_logits
 from safetensors.torch import load_file, save_file
 
-from pdlab.core.errors import DeviceUnavailable, FetchError, PdlabError, UnknownModel, WeightsError
+from pdlab.core.errors import CapacityError, DeviceUnavailable, FetchError, PdlabError, UnknownModel, WeightsError
 from pdlab.models.catalogue import CATALOGUE, config_of, list_entries, parameter_count
 from pdlab.models.loading import load
 
@@ -153,6 +153,28 @@ def damage_activation(path: Path) -> None:
     edit_config(path, hidden_act="relu2")
 
 
+def damage_index_without_files(path: Path) -> None:
+    shard(path)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 5}}')
+
+
+def rewrite_header(path: Path, **changes: Any) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["model.norm.weight"] |= changes
+    text = json.dumps(header).encode()
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def damage_header_offsets(path: Path) -> None:
+    rewrite_header(path, data_offsets=[0])
+
+
+def damage_header_dtype(path: Path) -> None:
+    rewrite_header(path, dtype="F99")
+
+
 def damage_tokenizer_cut(path: Path) -> None:
     (path / "tokenizer.json").write_text('{"version": "1.0", "model": {')
 
@@ -175,6 +197,9 @@ DAMAGES: dict[Callable[[Path], None], tuple[str, ...]] = {
     damage_config_cut: ("config.json cannot be read as JSON",),
     damage_yarn: ("'yarn'", "llama3"),
     damage_activation: ("hidden_act='relu2'", "silu"),
+    damage_index_without_files: ("index.json has no 'weight_map'",),
+    damage_header_offsets: ("model.safetensors has a header",),
+    damage_header_dtype: ("model.safetensors is no whole safetensors file", "F99"),
     damage_tokenizer_cut: ("tokenizer.json cannot be read",),
 }
 
@@ -190,6 +215,25 @@ def test_damaged_weights_are_named_with_what_would_be_right(
     for words in DAMAGES[damage]:
         assert words in str(caught.value)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("shape", [LLAMA, "gpt2-tied"])
+def test_a_config_of_wrong_types_or_sizes_is_named_whatever_the_key(shape: str, copy: Callable[[str], Path]) -> None:
+    path = copy(shape)
+    good = json.loads((path / "config.json").read_text())
+    unused = {k for k in good if k.endswith("dropout") or k.startswith(("summary", "_")) or k in ("architectures", "use_cache")}
+    refused = 0
+    for key in sorted(set(good) - unused):
+        for junk in (None, "5", "x", -1, 0, 1.5, float("nan"), [], {}, [1], 10**12, 10**30):
+            edit_config(path, **{**good, key: junk})
+            try:
+                load(path)
+            except (WeightsError, UnknownModel) as error:
+                assert str(path) in str(error), (key, junk)
+                refused += 1
+            except CapacityError:
+                assert junk == 10**12 or key == "max_position_embeddings", (key, junk)
+    assert refused > 60
 
 
 def test_weights_too_large_for_float16_are_refused_with_a_dtype_that_holds_them(copy: Callable[[str], Path]) -> None:
@@ -348,6 +392,22 @@ def test_a_cut_gguf_is_refused(folder: Folder, tmp_path: Path, keep: float) -> N
     cut(file, keep)
     with pytest.raises(WeightsError, match=r"m\.gguf .*no whole GGUF file"):
         load(file)
+
+
+def test_a_gguf_with_altered_bytes_is_read_or_refused_but_never_crashes(folder: Folder, tmp_path: Path) -> None:
+    write_gguf(file := tmp_path / "m.gguf", folder("llama-mha-tied")[1], "llama")
+    good, rng = file.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(250):
+        altered = bytearray(good)
+        for at in rng.integers(0, 4000, 3):  # metadata and the list of tensors
+            altered[at] = rng.integers(0, 256)
+        file.write_bytes(altered)
+        try:
+            load(file)
+        except PdlabError:
+            refused += 1
+    assert refused > 50
 
 
 def test_a_gguf_of_another_architecture_is_refused(folder: Folder, tmp_path: Path) -> None:
