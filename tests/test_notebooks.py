@@ -15,7 +15,7 @@ import notebook_rules
 import pytest
 
 from pdlab.lab.place import SETUP_CELL, badge
-from pdlab.runner.manifest import EXPERIMENT, measured
+from pdlab.runner.manifest import measured
 
 ROOT = Path(__file__).resolve().parent.parent / "notebooks"
 SERIES = sorted(ROOT.glob("[0-9][0-9]_*.ipynb"))
@@ -88,20 +88,34 @@ def test_the_manifest_says_what_the_notebook_says(manifest: dict[str, dict[str, 
 
 @pytest.mark.parametrize("path", SERIES, ids=lambda path: path.stem)
 def test_the_manifests_times_are_those_of_the_last_measured_run(manifest: dict[str, dict[str, Any]], path: Path) -> None:
-    """`python -m pdlab.runner.manifest` records a run and writes them; typed by hand they would differ from the record."""
-    entry = manifest[path.name]
-    records = measured(path.stem)
-    assert records, f"no {EXPERIMENT} rows for {path.stem}: record a run with python -m pdlab.runner.manifest runs/latest"
-    for profile, record in records.items():
-        assert entry["seconds"][profile] == record["seconds"]
-        assert entry["memory_bytes"][profile] == record["memory_bytes"]
-        assert entry["measured_on"][profile] == record["device"]
-    assert set(entry["seconds"]) == set(records)
+    """`python -m pdlab.runner.manifest` records a run and writes them; typed by hand they would differ from the records."""
+    entry, records = manifest[path.name], measured(path.stem)
+    for name, source in (("seconds", "seconds"), ("memory_bytes", "memory_bytes"), ("measured_on", "device")):
+        assert entry[name] == {profile: record[source] for profile, record in records.items()}
 
 
 def test_the_readme_lists_the_series(manifest: dict[str, dict[str, Any]]) -> None:
     rows = re.findall(r"^\| (\d\d) \| \[(.+?)\]\(notebooks/(.+?)\)", (ROOT.parent / "README.md").read_text(), re.MULTILINE)
     assert rows == [(name[:2], entry["title"], name) for name, entry in manifest.items()]
+
+
+def test_recording_a_run_writes_the_rows_and_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdlab.bench import records
+    from pdlab.runner import manifest as recording
+
+    (tmp_path / "notebooks").mkdir()
+    entry = {"file": "01_x.ipynb", "title": "X", "seconds": {"smoke": 1}}
+    (tmp_path / "notebooks" / "manifest.json").write_text(json.dumps({"notebooks": [entry]}))
+    row = {"notebook": "notebooks/01_x.ipynb", "params": {}, "profile": "smoke", "key": "k", "status": "ok", "seconds": 21.4}
+    more = [row | {"notebook": "other.ipynb", "key": "l"}, row | {"status": "failed", "seconds": 9.0, "key": "m"}]
+    run = [r | {"peak_memory_bytes": 2**28, "error": None, "output": None} for r in [row, *more]]
+    (tmp_path / "results.json").write_text(json.dumps(run))
+    (tmp_path / "machine.json").write_text('{"slug": "cpu-test"}')
+    monkeypatch.setattr(records, "target_root", lambda record=False: tmp_path / "data" / "measurements")
+    assert recording.record(tmp_path, tmp_path) == ["01_x"]
+    (written,) = json.loads((tmp_path / "notebooks" / "manifest.json").read_text())["notebooks"]
+    numbers = {"seconds": {"smoke": 21}, "memory_bytes": {"smoke": 2**28}, "measured_on": {"smoke": "cpu-test"}}
+    assert written == entry | numbers
 
 
 # --- every rule can be broken ---------------------------------------------------------------------------------------------
