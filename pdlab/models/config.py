@@ -15,7 +15,7 @@ def _check(name: str, value: object, ok: bool, right: str) -> None:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
 
 
 def _whole(value: object, least: int = 1) -> bool:

@@ -154,6 +154,8 @@ def render_chat(template: str, messages: list[dict[str, str]], **variables: Any)
     Templates come with downloaded models, so they run in a sandbox. Raises InvalidRequest for messages that are
     malformed or that the template refuses.
     """
+    import json
+
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -166,8 +168,8 @@ def render_chat(template: str, messages: list[dict[str, str]], **variables: Any)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = lambda value, **kw: __import__("json").dumps(value, ensure_ascii=False, **kw)
+    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
     try:
         return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
-    except TemplateError as error:
+    except Exception as error:  # a template is somebody's program, and messages may hold what it cannot add or join
         raise InvalidRequest(f"the chat template refused these messages: {error}", "check roles and their order") from error

@@ -120,8 +120,10 @@ def test_what_is_no_conversation_is_refused(messages: object) -> None:
         "{% for m in messages %}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ 1 / 0 }}",
     ],
-    ids=["refuses", "broken", "reaches for Python", "changes the messages"],
+    ids=["refuses", "broken", "reaches for Python", "changes the messages", "wrong types", "wrong arithmetic"],
 )
 def test_a_template_that_fails_or_reaches_out_is_an_error_of_the_request(template: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
