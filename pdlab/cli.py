@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pdlab import __version__
-from pdlab.core.errors import PdlabError
+from pdlab.core.errors import PdlabError, StepFailed
 
 OK, FAILED, USAGE, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 6, 130
 
@@ -27,7 +27,10 @@ class UsageError(PdlabError):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that a usage error can be a JSON document too."""
+    """Raises instead of exiting, so that a usage error can be a JSON document too. Options are written out."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see: {self.prog} --help")
@@ -132,21 +135,23 @@ def _model(args: argparse.Namespace) -> Answer:
 
     def describe(entry: Any) -> dict[str, Any]:
         path = fetch.cached_path(entry.name)
-        names = ("name", "family", "parameters", "source", "licence", "sha256")
-        return {n: getattr(entry, n) for n in names} | {"cached": str(path) if path else None}
+        return {**vars(entry), "cached_path": str(path) if path else None}
 
     if args.action == "fetch":
-        name = args.name.removeprefix("random:")
         path = fetch.fetch(args.name, progress=lambda line: print(line, file=sys.stderr, flush=True))
-        doc = next((describe(e) for e in list_entries() if e.name == name), {"name": args.name})
-        return OK, doc | {"cached": str(path)}, str(path)
+        return OK, next(describe(e) for e in list_entries() if e.name == args.name), str(path)
     entries = [describe(e) for e in list_entries()]
-    lines = [f"{e['name']:14} {e['family']:6} {e['parameters'] / 1e6:9.0f} M  {e['cached'] or e['source']}" for e in entries]
+    lines = [
+        f"{e['name']:14} {e['family']:6} {e['parameters'] / 1e6:9.0f} M  {e['cached_path'] or e['source']}" for e in entries
+    ]
     return OK, entries, "\n".join(lines)
 
 
 def _generate(args: argparse.Namespace) -> Answer:
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is no text in {error.encoding}: {error.reason}", "convert it to UTF-8") from error
     from pdlab import LLM, EngineConfig, SamplingParams
     from pdlab.hardware.probe import resolve_device
 
@@ -166,11 +171,21 @@ def _generate(args: argparse.Namespace) -> Answer:
                 raise PdlabError(f"{args.model} has no tokenizer, so no chat template", "leave out --chat")
             prompt = llm.tokenizer.chat([{"role": "user", "content": text}])
         if args.json:
-            return OK, _output(llm.generate([prompt], params)[0]), None
+            [out] = llm.generate([prompt], params)
+            _ended_well(out.error)
+            return OK, _output(out), None
         for event in llm.stream(prompt, params):
             print(event.text, end="", flush=True)
         print(flush=True)
+        _ended_well(event.error)
     return OK, None, None
+
+
+def _ended_well(error: str | None) -> None:
+    """Raises what ended the request, if it was an error."""
+    if error is not None:
+        kind = MemoryError if "OutOfMemoryError" in error or "MemoryError" in error else StepFailed
+        raise kind(error.removeprefix("StepFailed: "))
 
 
 def _output(out: Any) -> dict[str, Any]:
@@ -195,8 +210,15 @@ def _bench(args: argparse.Namespace) -> Answer:
     if args.list or not args.names:
         doc = [{"name": n, "help": text} for n, text in known.items()]
         return OK, doc, "\n".join(f"{n:24} {text}" for n, text in known.items())
-    if args.budget is not None and not args.budget > 0:
-        raise UsageError(f"--budget {args.budget:g} leaves no time", "use seconds, more than 0")
+    if args.budget is not None and not 0 < args.budget < float("inf"):
+        raise UsageError(f"--budget {args.budget:g} is no time to measure in", "use seconds, more than 0")
+    if not 0 <= args.seed < 1 << 63:
+        raise UsageError(f"--seed {args.seed} cannot be taken by every generator", "use a whole number, 0 or more, below 2^63")
+    if args.out is not None:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {args.out} cannot be a folder: {error.strerror}", "use one that may be written") from error
     names = list(known) if args.names == ["all"] else args.names
     for name in names:
         suites.load(name)  # a typo stops everything before the first minute is spent
@@ -319,45 +341,65 @@ def _stdout_kept_clean(active: bool) -> Iterator[None]:
             os.close(saved)
 
 
-def _write(document: Any) -> None:
-    print(json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False), flush=True)
+def _usable_streams() -> None:
+    """Streams that were closed before the start become empty ones; a character that the terminal cannot show becomes `?`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115  takes the free descriptor, for as long as we run
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _json(document: Any) -> str:
+    plain = not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    return json.dumps(document, ensure_ascii=plain, indent=1, allow_nan=False)
+
+
+def _finish(code: int, text: str) -> int:
+    """Prints the answer; the exit code."""
+    try:
+        if text:
+            print(text)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has to go somewhere
+        if isinstance(error, BrokenPipeError):  # the reader of the pipe has seen enough
+            return code
+        print(f"pdlab: the answer cannot be written: {error}", file=sys.stderr)
+        return max(code, FAILED)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    _usable_streams()
     as_json = "--json" in argv
     try:
         args = _parser().parse_args(argv)
-        own_output = args.command == "run"  # the runner keeps its own contract
-        with _stdout_kept_clean(as_json and not own_output):
+        as_json = getattr(args, "json", False)
+        wanted = as_json and args.command != "run"  # the runner prints its own document
+        with _stdout_kept_clean(wanted):
             code, document, text = _COMMANDS[args.command](args)
-        if as_json and not own_output:
-            _write(document)
-        elif text:
-            print(text, flush=True)
-        return code
-    except BrokenPipeError:  # the reader of the pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return OK
+        return _finish(code, _json(document) if wanted else text or "")
     except SystemExit as stop:  # --help and --version
-        return int(stop.code or 0)
+        return _finish(int(stop.code or 0), "")
+    except BrokenPipeError:  # in the middle of a stream of text
+        return _finish(OK, "")
     except (Exception, KeyboardInterrupt) as error:
         return _fail(error, as_json)
 
 
 def _fail(error: BaseException, as_json: bool) -> int:
-    code = _code_of(error)
-    if as_json:
-        _write({"error": _error(error)})
+    code, e = _code_of(error), _error(error)
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif code == FAILED:
         traceback.print_exception(error)
     elif not as_json:
-        e = _error(error)
         print(f"pdlab: {e['type']}: {e['message']}" + (f"\n  {e['hint']}" if e["hint"] else ""), file=sys.stderr)
-    return code
+    return _finish(code, _json({"error": e}) if as_json else "")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,12 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
         ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--max-tokens", "few"],
         ["bench", "no_such_suite"],
         ["bench", "ceilings", "--budget", "0"],
+        ["bench", "ceilings", "--budget", "nan"],
+        ["bench", "ceilings", "--budget", "inf"],
+        ["bench", "ceilings", "--seed", "-1"],
+        ["bench", "ceilings", "--device", "tpu"],
+        ["bench", "ceilings", "--out", "/dev/null/x"],
+        ["bench", "--lis"],
         ["model", "fetch", "no-such-model"],
         ["claims", "--device", "../x"],
         ["claims", "--device", "abacus"],
@@ -67,6 +73,7 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
         ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--max-tokens", "0"],
         ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--device", "tpu"],
         ["generate", "--model", "random:llama-tiny", "--prompt", ""],
+        ["generate", "--model", "random:llama-tiny", "--prompt", "a\udcff"],
         ["generate", "--model", "random:llama-tiny", "--prompt", "word " * 2000],
     ],
     ids=lambda argv: " ".join(argv)[:60],
@@ -195,14 +202,61 @@ def test_with_json_nothing_else_reaches_standard_output(
     assert "child" in err
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = [sys.executable, "-m", "pdlab", "claims"]
+GENERATE = ["generate", "--model", "random:llama-tiny", "--prompt", "a", "--max-tokens", "50", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("argv", [["claims"], ["claims", "--json"], ["nonsense", "--json"], ["--help"], GENERATE], ids=" ".join)
+def test_a_reader_that_leaves_early_is_no_error(argv: list[str]) -> None:
+    command = [sys.executable, "-m", "pdlab", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()  # before Python has even started
-    assert "Traceback" not in process.stderr.read()
-    assert process.wait(60) == 0
+    errors = process.stderr.read()
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors
+    assert process.wait(60) == (2 if "nonsense" in argv else 0)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize(("where", "code"), [(">&-", 0), (">/dev/full", 1), (">&- 2>&- <&-", 0)])
+def test_an_answer_that_cannot_be_written_is_no_traceback(where: str, code: int, flags: list[str]) -> None:
+    if "full" in where and not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    command = " ".join([sys.executable, "-m", "pdlab", "claims", *flags, where])
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert ("cannot be written" in done.stderr) == bool(code)
+
+
+def test_a_terminal_without_unicode_gets_what_it_can_show() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "pdlab", "claims"]
+    for flags in ([], ["--json"]):
+        done = subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii()
+    assert any("–" in claim["article"] for claim in json.loads(done.stdout))  # nothing is lost in JSON
+
+
+@pytest.mark.parametrize(("error", "code"), [(RuntimeError("a kernel exploded"), 2), (OutOfMemoryError("no memory"), 6)])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_text_that_ended_in_an_error_is_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, flags: list[str]
+) -> None:
+    from pdlab.models.model import Model
+
+    def forward(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Model, "forward", forward)
+    got, out, err = _main(capsys, *GENERATE, *flags)
+    assert got == code
+    if flags:
+        assert str(error) in json.loads(out)["error"]["message"]
+    else:
+        assert str(error) in err
 
 
 # --- doctor
@@ -304,7 +358,7 @@ def test_models_are_listed_with_all_their_fields(capsys: pytest.CaptureFixture[s
     code, doc = _json(capsys, "model", "list")
     assert code == 0
     assert {"smollm2-135m", "llama-tiny", "gpt2-xl"} <= {m["name"] for m in doc}
-    assert all(set(m) == {"name", "family", "parameters", "source", "licence", "sha256", "cached"} for m in doc)
+    assert all(set(m) == {"name", "family", "parameters", "source", "licence", "sha256", "cached_path"} for m in doc)
 
 
 @pytest.mark.parametrize("model", ["random:llama-tiny", "random:gpt2-tiny"])

@@ -34,6 +34,7 @@ class TokenEvent:
     token_id: int
     text: str
     finish_reason: str | None = None
+    error: str | None = None  # the cause where finish_reason is "error"
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,8 @@ class Door:
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise InvalidRequest(
-                    f"character {error.start} of the prompt is half of a surrogate pair",
-                    "decode the text with its own encoding",
-                ) from error
+                what = f"character {error.start} of the prompt is a surrogate, which no text holds"
+                raise InvalidRequest(what, "decode its bytes by the encoding they are in") from error
             prompt = self.need_tokenizer("a text prompt").encode(prompt)
         ids = np.zeros((), object)
         with suppress(TypeError, ValueError, OverflowError):

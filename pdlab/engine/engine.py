@@ -263,7 +263,7 @@ class Engine:
         request.finish_reason, request.finish_s, request.error = reason, t, error
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.estimator.finished(request)
-        return TokenEvent(request.request_id, -1, rest, reason.value)
+        return TokenEvent(request.request_id, -1, rest, reason.value, error)
 
     def refuse_row(self, live: Live, t: float) -> TokenEvent:
         error = StepFailed(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,8 @@ def probe(device: str = "auto") -> Machine:
 
 def resolve_device(device: str = "auto") -> Machine:
     """As probe(), but what was asked for explicitly and isn't there raises DeviceUnavailable."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise DeviceUnavailable(f"there is no device {device!r}", "use auto, cpu, cuda or cuda:N")
     machine = probe(device)
     if machine.torch_version is None:
         raise DeviceUnavailable(machine.problem or "torch is missing", "install it: pip install torch")
