@@ -231,3 +231,13 @@ def test_the_machine_is_described_from_another_process() -> None:
     assert probed["slug"] == assumed["slug"]
     assert probed["torch_version"]
     assert assumed["profile"] == "smoke"
+
+
+def test_a_refusal_is_exit_code_2_and_one_json_document(note: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pdlab.cli import main
+
+    assert main(["run", str(note), "--profile", "smoke", "-p", "nothing=1", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "NotebookError"
+    assert main(["run", str(note), "--profile", "smoke", "--dry-run", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert not (note.parent / "ran").exists()
