@@ -1,6 +1,6 @@
 """Small requests in a pool, large ones in pages, over one memory and one page table.
 
-The pool grows from the low end: a small request is given, at its first reserve(), one run of neighbouring pages for the
+The pool grows from the low end: a small request is given, when it comes, one run of neighbouring pages for the
 longest it could become, and never asks again. Pages grow from the high end, one at a time. The split between the two is
 where they meet, so it moves with the load and moves no token. A run that cannot be found, or is outgrown, goes on in
 single pages: both are rows of the same page table, so a request passes from the pool to pages without a copy.
@@ -76,7 +76,7 @@ class Hybrid(Paged):
         self.max_len, self.promised = max_len, promised
         self.rule = ThresholdRule(waste)
         self.pooled = 0  # requests that were given a run so far
-        self._promised: dict[int, tuple[int, int]] = {}  # request -> (longest, tokens at its first reserve)
+        self._promised: dict[int, tuple[int, int]] = {}  # request -> (longest, tokens it came with)
         self._runs: dict[int, range] = {}  # request -> its run of pages
         super().__init__(capacity, page_size, prefix_reuse=prefix_reuse)
 
@@ -99,7 +99,18 @@ class Hybrid(Paged):
             return False
         return super().reserve(rid, n_tokens)
 
-    def _take_run(self, rid: int, n_tokens: int) -> None:
+    def admit(self, rid: int, n_tokens: int, longest: int = 0, spare: int = 0) -> bool:
+        """A request for the pool gets its run at once, where that leaves `spare` slots; the others grow like Paged's."""
+        if not super().admit(rid, n_tokens, longest, spare):
+            return False
+        if longest:
+            ahead = promised_length(n_tokens, longest, self.promised, self.max_len)
+            if ahead <= self.threshold:
+                self._take_run(rid, ahead, spare)
+            self._promised[rid] = ahead, n_tokens
+        return True
+
+    def _take_run(self, rid: int, n_tokens: int, spare: int = 0) -> None:
         owner = self._owners.get(rid)
         have = 0 if owner is None else len(owner.pages)
         if owner is not None and owner.room < have * self.page_size:  # a forked child copies its last page first
@@ -107,7 +118,7 @@ class Hybrid(Paged):
         need = -(-n_tokens // self.page_size) - have
         free = self.pages.free
         assert isinstance(free, FreeExtents)
-        if need < 1 or (start := free.take(need)) is None:
+        if not 1 <= need <= self.pages.available() - -(-spare // self.page_size) or (start := free.take(need)) is None:
             return
         owner = owner or self._add_owner(rid)
         self.pooled += 1

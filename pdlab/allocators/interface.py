@@ -82,6 +82,15 @@ class Allocator(ABC):
         is about to write (positions from its current `held` up to n_tokens) is copied first: see `take_ops`.
         """
 
+    def admit(self, rid: int, n_tokens: int, longest: int = 0, spare: int = 0) -> bool:
+        """Takes in a request (new, or with an adopted prefix) that is about to compute the first `n_tokens` positions, some
+        in each of the steps to come. False, with nothing changed, unless there is room for them all beside `spare` slots.
+
+        A scheme that grows at no cost gives nothing yet: each part is reserved when it is computed, and until then the caller
+        keeps what is missing as `spare` for those who come after. The others reserve the whole at once.
+        """
+        return self.reserve(rid, n_tokens, longest)
+
     @abstractmethod
     def room(self, rid: int) -> int:
         """Positions below this may be written without another reserve()."""

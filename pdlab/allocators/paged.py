@@ -80,6 +80,16 @@ class Paged(Allocator):
             return True
         return self._grow(rid, owner, n_tokens)
 
+    def admit(self, rid: int, n_tokens: int, longest: int = 0, spare: int = 0) -> bool:
+        owner = self._owners.get(rid)
+        need = -(-n_tokens // self.page_size) - (0 if owner is None else len(owner.pages))
+        if need + -(-spare // self.page_size) > self.pages.available():
+            self.refusals += 1
+            return False
+        if owner is None:
+            self._add_owner(rid)
+        return True
+
     def reserve_many(self, rids: Sequence[int], n_tokens: Sequence[int]) -> int:
         owners = self._owners
         for i, rid in enumerate(rids):

@@ -81,7 +81,7 @@ class Draft:
         return request.num_tokens - (request.num_scheduled if running else self.scheduler.cached_prefix(request))
 
     def admit(self, request: Request) -> bool:
-        """Gives a waiting request a row and memory for all its tokens (a running one has them). False when there is no
+        """Gives a waiting request a row, and memory for all its tokens or the word that there is. False when there is no
         room, even after what the policy would give up for it; then nobody else is admitted either, so that the request
         that is next is not overtaken for ever."""
         s = self.scheduler
@@ -101,10 +101,11 @@ class Draft:
         return self.scheduler.policy.chunk(request, self.left, self.budget - self.decodes - self.left)
 
     def prefill(self, request: Request, tokens: int) -> None:
-        """The next `tokens` tokens of what `request` has not computed (fewer if it has fewer; none if tokens <= 0)."""
+        """The next `tokens` tokens of what `request` has not computed (fewer if it has fewer, or memory is short; none if
+        tokens <= 0)."""
         lo = request.num_scheduled
         hi = min(lo + tokens, request.num_tokens)
-        if hi > lo:
+        if hi > lo and (hi := self.scheduler.grow_prompt(request, hi, self)) > lo:
             self.chunks[request.request_id] = request, lo, hi
             self.left -= hi - lo
 

@@ -53,6 +53,7 @@ class Scheduler:
         self._fresh: set[int] = set()  # admitted and not yet in a plan: the executor has not seen their tokens
         self._submitted: deque[list[Request]] = deque()  # requests of each step in flight
         self._moved = 0  # slots that compaction had moved when `rows` last took down where memory is
+        self.unreserved = 0  # slots that admitted prompts have still to be given, a part with each chunk
         self._promised = 0  # slots to come back from steps in flight that somebody already waits for
         self._step = -1
 
@@ -81,7 +82,7 @@ class Scheduler:
             return None
         self._step += 1
         plan, requests = draft.freeze(self._step)
-        self._fresh.clear()
+        self._fresh.difference_update(draft.chunks)
         self.allocator.submitted(self._step)
         self._submitted.append(requests)
         return plan
@@ -126,6 +127,7 @@ class Scheduler:
         for queue in (self.waiting, self.running, self.prefilling, self._fresh):
             queue.clear()
         self._decoding = None
+        self.unreserved = 0
         for request in requests:
             request.preemptions += request.status is Status.RUNNING
             request.status, request.row = Status.WAITING, -1
@@ -180,12 +182,13 @@ class Scheduler:
     # --- memory
 
     def admit(self, request: Request, now: float) -> bool:
-        """A row, and memory for every token the request has; False, with nothing changed, where there is no room.
+        """A row, and the word that there is memory for every token the request has; False, with nothing changed, where
+        there is none.
 
-        One page is left for each request that runs, so that an admission is not paid for by a preemption in the very
-        next page."""
+        What prompts in progress have still to reserve counts as taken. One page is left for each request that runs, so that
+        an admission is not paid for by a preemption in the very next page."""
         rid, n = request.request_id, request.num_tokens
-        spare = self.allocator.stats().free - len(self.running) * self.allocator.granule
+        spare = self.allocator.stats().free - self.unreserved - len(self.running) * self.allocator.granule
         if not self.rows or spare <= 0:
             return False
         cached = self.cached_prefix(request)
@@ -195,7 +198,7 @@ class Scheduler:
             cached = self.allocator.adopt_prefix(rid, request.tokens(0, n))
         limit = self.output_limit(request)
         longest = request.prompt_len + limit
-        while not self.allocator.reserve(rid, n, longest):
+        while not self.allocator.admit(rid, n, longest, self.unreserved):
             if self.compactor.refused(n):
                 continue
             if cached:
@@ -209,6 +212,7 @@ class Scheduler:
         self.rows.take(request, limit)
         self.rows.locate(request, self.allocator)
         self.running[rid] = self.prefilling[rid] = request
+        self.unreserved += self._lacks(request)
         self._fresh.add(rid)
         return True
 
@@ -238,6 +242,32 @@ class Scheduler:
         self.rows.locate(request, self.allocator)
         return True
 
+    def grow_prompt(self, request: Request, end: int, draft: Draft) -> int:
+        """Room for the next tokens of its prompt, up to `end`, or up to what there is where decodes took what it was to have;
+        then nobody is admitted in this step. Returns up to where; num_scheduled when it has to wait, or was preempted."""
+        rid, start, room, lacked = request.request_id, request.num_scheduled, self.rows.room[request.row], self._lacks(request)
+        if end <= room:
+            return end
+        while (upto := min(end, int(room) + self.allocator.stats().free)) <= start or not self.allocator.reserve(rid, upto):
+            draft.closed = True
+            if self.room_is_coming(self.allocator.granule):
+                return start
+            victim = next(draft.victims(), request)
+            if victim is request and len(self.running) > len(self.prefilling):
+                return start  # it would be the first to go, so it waits for a decode to end instead
+            draft.preempt(victim)
+            if request.status is not Status.RUNNING:
+                return start
+        draft.closed = draft.closed or upto < end
+        self.rows.locate(request, self.allocator)
+        self.unreserved += self._lacks(request) - lacked
+        return upto
+
+    def _lacks(self, request: Request) -> int:
+        """Slots that the tokens which it has still need."""
+        granule = self.allocator.granule
+        return max(0, -(-request.num_tokens // granule) * granule - int(self.rows.room[request.row]))
+
     def room_is_coming(self, slots: int) -> bool:
         """Whether the steps in flight will give back `slots` slots that nobody waits for; whoever asks now waits for them."""
         if self.allocator.stats().retired - self._promised < slots:
@@ -255,9 +285,10 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         rid = request.request_id
+        if self.prefilling.pop(rid, None) is not None:
+            self.unreserved -= self._lacks(request)
         self.allocator.free(rid)
         self.rows.release(request)
         del self.running[rid]
-        self.prefilling.pop(rid, None)
         self._fresh.discard(rid)
         self._decoding = None

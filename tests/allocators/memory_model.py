@@ -87,15 +87,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.waiting.append(Sequence(prompt, len(prompt) + extra))
 
     @precondition(lambda self: self.waiting)
-    @rule()
-    def admit(self) -> None:
+    @rule(at_once=st.booleans(), spare=st.integers(0, 20))
+    def admit(self, at_once: bool, spare: int) -> None:
         sequence = self.waiting[0]
         rid, self.next_rid = self.next_rid, self.next_rid + 1
         before = self.allocator.stats()
         found = self.allocator.match_prefix(sequence.tokens)
         assert found == self.allocator.adopt_prefix(rid, sequence.tokens) < max(1, len(sequence.tokens))
         sequence.computed = found
-        if not self.allocator.reserve(rid, len(sequence.tokens), sequence.longest):
+        n, longest = len(sequence.tokens), sequence.longest
+        if not (self.allocator.reserve(rid, n, longest) if at_once else self.allocator.admit(rid, n, longest, spare)):
             if found:
                 self.allocator.free(rid)
             assert rid not in self.allocator.live()
@@ -104,6 +105,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.waiting.pop(0)
         self.running[rid] = sequence
+        if not at_once and self.allocator.kind == "paged":
+            size = self.allocator.page_size
+            lacking = max(0, -(-n // size) * size - self.allocator.room(rid))
+            assert lacking + spare <= self.allocator.stats().free, "admitted into room that is somebody else's"
 
     @precondition(lambda self: self.running and self.step - self.retired < 2)
     @rule(data=st.data())

@@ -190,11 +190,30 @@ class Planner(RuleBasedStateMachine):
             if plan.token_ids[lo] != IN_FLIGHT:
                 end = int(plan.context_lens[i])
                 assert plan.token_ids[lo:hi].tolist() == by_id[rid].tokens(end - (hi - lo), end)
+        self.check_memory(admitted=any(i in ids for i in waiting))
         # first come, first served: nobody is admitted past someone who came earlier and still waits
         admitted = [i for i in waiting if i in ids]
         still = [i for i in waiting if not by_id[i].finished and by_id[i].status is Status.WAITING]
         if admitted and still:
             assert max(admitted) < min(still)
+
+    def check_memory(self, admitted: bool) -> None:
+        """Pages are reserved for what is being written, and whoever is admitted finds room for the rest of its prompt."""
+        s, memory = self.engine.scheduler, self.engine.allocator
+        stats, size = memory.stats(), memory.page_size
+        lacking = 0
+        for rid, r in s.running.items():
+            room = memory.room(rid)
+            assert room >= r.num_scheduled
+            if memory.kind == "paged" and rid not in getattr(memory, "_runs", ()):
+                assert room - r.num_scheduled < size
+            if rid in s.prefilling:
+                lacking += max(0, -(-r.num_tokens // size) * size - room)
+        assert s.unreserved == lacking
+        if admitted:
+            assert lacking <= stats.free
+        if len(s.prefilling) == len(s.running):  # no decode is there whose end could be waited for
+            assert lacking <= stats.free + stats.retired
 
     @invariant()
     def tokens_are_the_requests_own(self) -> None:
