@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,14 +166,22 @@ def test_of_several_benchmarks_one_that_fails_does_not_stop_the_rest(
 
 
 def test_ctrl_c_ends_with_130() -> None:
-    code = "import sys, pdlab.cli as c; print('ready', flush=True); sys.exit(c.main(sys.argv[1:]))"
-    argv = ["generate", "--model", "random:llama-tiny", "--prompt", "-", "--json"]  # waits for its prompt
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5)
+    code = """
+import sys, time
+from pdlab.cli import main
+
+class Stdin:
+    def read(self):
+        print("reading", file=sys.stderr, flush=True)
+        time.sleep(60)
+
+sys.stdin = Stdin()
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", code, "generate", "--model", "random:llama-tiny", "--prompt", "-", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "reading\n"
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -401,7 +408,7 @@ def test_a_benchmark_writes_where_it_was_told_and_reports_its_rows(
 
     monkeypatch.setattr(ceilings, "_buffer_bytes", lambda machine, quick=False: 1 << 20)
     monkeypatch.setattr(ceilings, "_products", lambda machine: [("float32", 64)])
-    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu", "--out", str(tmp_path))
+    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu", "--out", str(tmp_path), "--budget", "1e6")
     assert code == 0
     (suite,) = doc["suites"]
     assert (suite["name"], suite["status"], suite["rows"]) == ("ceilings", "ok", 3)
@@ -419,7 +426,7 @@ def test_a_benchmark_dirties_nothing_by_default(
     monkeypatch.setattr(ceilings, "_products", lambda machine: [])
     monkeypatch.setattr(records, "checkout_dir", lambda: None)
     monkeypatch.chdir(tmp_path)
-    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu")
+    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu", "--budget", "1e6")
     assert code == 0
     assert {p.parts[0] for p in (Path(f).relative_to(tmp_path) for f in doc["suites"][0]["files"])} == {"runs"}
 

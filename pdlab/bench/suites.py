@@ -75,8 +75,8 @@ def names() -> dict[str, str]:
             continue
         try:
             module = importlib.import_module(f"pdlab.bench.{info.name}")
-        except ImportError as error:
-            found[info.name] = f"not available here: {error}"
+        except Exception as error:  # what one needs may be missing, broken, or half-edited: the others still run
+            found[info.name] = f"not available here: {type(error).__name__}: {' '.join(str(error).split())}"
             continue
         if hasattr(module, "NAME") and hasattr(module, "run"):
             found[module.NAME] = module.HELP
@@ -90,8 +90,9 @@ def load(name: str) -> ModuleType:
         raise ConfigError(f"there is no benchmark named {name!r}", f"known: {', '.join(known)}")
     try:
         return importlib.import_module(f"pdlab.bench.{name}")
-    except ImportError as error:
-        raise ConfigError(f"benchmark {name!r} cannot run here: {error}", "pdlab doctor says what is missing") from error
+    except Exception as error:
+        what = f"benchmark {name!r} cannot run here: {type(error).__name__}: {error}"
+        raise ConfigError(what, "pdlab doctor says what is missing") from error
 
 
 def run(

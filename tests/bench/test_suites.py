@@ -38,6 +38,22 @@ def test_every_suite_has_a_name_of_its_module_and_a_line_of_help() -> None:
         assert "\n" not in text
 
 
+def test_a_suite_that_cannot_be_imported_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = suites.importlib.import_module
+
+    def broken(name: str) -> object:
+        if name.endswith("ceilings"):
+            raise SyntaxError("half\nwritten")
+        return real(name)
+
+    monkeypatch.setattr(suites.importlib, "import_module", broken)
+    known = suites.names()
+    assert known["ceilings"] == "not available here: SyntaxError: half written"
+    assert "prefill_vs_decode" in known
+    with pytest.raises(ConfigError, match=r"'ceilings' cannot run here.*half"):
+        suites.load("ceilings")
+
+
 def test_an_unknown_suite_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="ceilings"):
         suites.load("no_such_suite")
@@ -47,7 +63,7 @@ def test_ceilings_are_positive_and_feed_the_roofline(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ceilings, "_buffer_bytes", lambda machine, quick=False: 1 << 20)
     monkeypatch.setattr(ceilings, "_products", lambda machine: [("float32", 64)])
     lines: list[str] = []
-    outcome, recorder = suites.run("ceilings", device="cpu", out=places / "out", say=lines.append)
+    outcome, recorder = suites.run("ceilings", device="cpu", out=places / "out", say=lines.append, budget_s=1e6)
     assert (outcome.rows, outcome.skipped) == (3, 0)
     assert {r.metric: r.unit for r in recorder.rows} == {"copy": "TB/s", "read": "TB/s", "matmul": "TFLOP/s"}
     assert all(r.median > 0 for r in recorder.rows)
@@ -86,7 +102,7 @@ def test_both_phases_of_both_families_are_measured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(prefill_vs_decode, "_MODELS", {"smoke": ("random:llama-tiny", "random:gpt2-tiny")})
     monkeypatch.setattr(prefill_vs_decode, "_PREFILL", {"smoke": ((9, 1), (5, 3))})
     monkeypatch.setattr(prefill_vs_decode, "_DECODE", {"smoke": ((1, 20), (4, 33))})
-    outcome, recorder = suites.run("prefill_vs_decode", device="cpu", out=places / "out", say=lambda line: None)
+    outcome, recorder = suites.run("prefill_vs_decode", device="cpu", out=places / "out", say=lambda line: None, budget_s=1e6)
     assert outcome.skipped == 0
     assert outcome.rows == 2 * 4 * 4
     rows = {(r.metric, r.params["model"], r.params["phase"], r.params["batch"]): r for r in recorder.rows}
@@ -111,7 +127,7 @@ def test_a_model_too_large_for_the_machine_is_skipped_with_the_sizes(monkeypatch
         return replace(real(device), memory_bytes=2**30)
 
     monkeypatch.setattr(suites, "resolve_device", small)
-    outcome, recorder = suites.run("prefill_vs_decode", device="cpu", out=places / "out", say=lambda line: None)
+    outcome, recorder = suites.run("prefill_vs_decode", device="cpu", out=places / "out", say=lambda line: None, budget_s=1e6)
     assert outcome.skipped == outcome.rows > 0
     assert "needs 32" in recorder.rows[0].status
 
