@@ -248,8 +248,12 @@ class Scheduler:
         rid, start, room, lacked = request.request_id, request.num_scheduled, self.rows.room[request.row], self._lacks(request)
         if end <= room:
             return end
-        while (upto := min(end, int(room) + self.allocator.stats().free)) <= start or not self.allocator.reserve(rid, upto):
+        upto = end
+        while not self.allocator.reserve(rid, upto):
             draft.closed = True
+            if start < (left := int(room) + self.allocator.stats().free) < upto:
+                upto = left
+                continue
             if self.room_is_coming(self.allocator.granule):
                 return start
             victim = next(draft.victims(), request)
@@ -258,7 +262,7 @@ class Scheduler:
             draft.preempt(victim)
             if request.status is not Status.RUNNING:
                 return start
-        draft.closed = draft.closed or upto < end
+            upto = end
         self.rows.locate(request, self.allocator)
         self.unreserved += self._lacks(request) - lacked
         return upto
