@@ -17,12 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from pdlab.core.errors import NotebookError
 from pdlab.runner import pages
 from pdlab.runner.jobs import Job
 from pdlab.runner.notebook import VALUES
@@ -40,7 +41,10 @@ class Batch:
         self.problems: list[str] = []
         self._values: dict[str, dict[str, Any]] = {}  # of each finished job, for the table
         self._lock = threading.Lock()
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NotebookError(f"cannot write to {str(out)!r}: {error.strerror}", "give another folder with --out") from None
         self._earlier = load_results(out)
         if resume:
             self._take_over()
@@ -59,7 +63,7 @@ class Batch:
     def finish(self) -> list[Result]:
         for job in self.jobs:
             if job.key not in self.results:
-                self.results[job.key] = unstarted(job)
+                self.results[job.key] = unstarted(job, self.cancel.is_set())
         self.save()
         self._remove_stale()
         return self.ordered()
@@ -141,7 +145,7 @@ class Say:
         self._lock = threading.Lock()
 
     def line(self, text: str) -> None:
-        with self._lock:
+        with self._lock, suppress(OSError):  # whoever read this may be gone; the batch goes on
             self.stream.write(("\r\x1b[K" if self.live else "") + text + "\n")
             self.stream.flush()
 
@@ -168,7 +172,7 @@ class Say:
             parts = [
                 f"{j.path.stem} cell {done}/{of or '?'} {now - t:.0f} s" for j, t, done, of in list(self._running.values())
             ]
-            with self._lock:
+            with self._lock, suppress(OSError):
                 self.stream.write("\r\x1b[K" + "  ·  ".join(parts)[:150])
                 self.stream.flush()
 
@@ -191,8 +195,9 @@ def interruptible(cancel: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def unstarted(job: Job) -> Result:
-    return Result(str(job.path), job.params, job.profile, job.key, "skipped", 0.0, None, "not started: interrupted", None)
+def unstarted(job: Job, interrupted: bool) -> Result:
+    status, why = ("skipped", "interrupted") if interrupted else ("failed", "the batch ended early")
+    return Result(str(job.path), job.params, job.profile, job.key, status, 0.0, None, f"not started: {why}", None)
 
 
 def _queue(jobs: list[Job]) -> queue.SimpleQueue[Job]:

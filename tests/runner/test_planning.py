@@ -215,6 +215,11 @@ def test_a_log_gets_plain_lines_and_a_terminal_one_that_moves(stream: io.StringI
     assert ("started  a n=1\n" in text) != stream.isatty()
 
 
+def test_a_folder_that_cannot_be_made_is_refused(note: Path) -> None:
+    with pytest.raises(NotebookError, match="cannot write to"):
+        run_cli(note, "--out", note / "inside a file")
+
+
 @pytest.mark.parametrize("arguments", [["--timeout", "0"], ["--jobs", "0"], ["-f", "missing.yml"], ["--ray", "127.0.0.1:1"]])
 def test_options_that_cannot_work_are_refused(note: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if "--ray" in arguments:
