@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "COLUMNS", "KINDS", "UNITS", "Recorder", "Row", "commit_id", "devices", "experiments", "frame", "latest",
+    "COLUMNS", "KINDS", "UNITS", "Recorder", "Row", "commit_id", "devices", "experiments", "frame", "latest", "name_command",
     "provenance_of", "read_rows", "snapshot", "target_root", "write_rows",
 ]  # fmt: skip
 
@@ -74,6 +74,24 @@ def _torch_version() -> str | None:
     return str(torch.__version__) if torch is not None else _version("torch")
 
 
+_named: str | None = None
+
+
+def name_command(words: str | None) -> None:
+    """What provenance calls this process from now on where a Recorder is not told; None: what the command line says."""
+    global _named
+    _named = words
+
+
+def _command() -> str:
+    """The pdlab command line; a kernel's or another program's arguments say nothing about a measurement: there "python"."""
+    if _named is not None:
+        return _named
+    program = Path(sys.argv[0])
+    ours = program.stem == "pdlab" or (program.name == "__main__.py" and program.parent.name == "pdlab")
+    return " ".join(["pdlab", *sys.argv[1:]]) if ours else "python"
+
+
 def snapshot(seed: int = 0, command: str | None = None, gpu_index: int | None = None) -> dict[str, Any]:
     """One provenance record of this machine, now; with the state of a GPU where its number is given."""
     return {
@@ -84,7 +102,7 @@ def snapshot(seed: int = 0, command: str | None = None, gpu_index: int | None = 
         "commit": commit_id(),
         "seed": seed,
         "time_utc": utc_now(),
-        "command": " ".join(["pdlab", *sys.argv[1:]]) if command is None else command,
+        "command": _command() if command is None else command,
     }
 
 
@@ -157,8 +175,13 @@ def write_rows(root: Path, device: str, rows: Iterable[Row], provenance: dict[st
     by_experiment: dict[str, list[Row]] = {}
     for row in rows:
         by_experiment.setdefault(validate(row).experiment, []).append(row)
-    if not by_experiment:
-        return []
+    try:
+        return _append(folder, by_experiment, provenance) if by_experiment else []
+    except OSError as error:
+        raise MeasurementError(f"{folder} cannot be written: {error}", "name another folder with --out DIR") from error
+
+
+def _append(folder: Path, by_experiment: dict[str, list[Row]], provenance: dict[str, dict[str, Any]]) -> list[Path]:
     with _locked(folder):
         known = _read_provenance(folder / "provenance.json") | provenance
         missing = {r.provenance_id for rs in by_experiment.values() for r in rs} - set(known)

@@ -26,6 +26,7 @@ COLUMNS = (
 KINDS = ("measured", "simulated", "predicted")
 UNITS = ("ms", "us", "tok/s", "req/s", "TB/s", "TFLOP/s", "bytes", "ratio", "percent", "count")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,36 @@ def validate(row: Row, where: str = "the row") -> Row:
     for name in ("run_id", "time_utc", "experiment", "variant", "metric"):
         value = getattr(row, name)
         check(isinstance(value, str) and bool(value.strip()), name, value, "use a name that is not empty")
+    check(_TIME.fullmatch(row.time_utc) is not None, "time_utc", row.time_utc, "use UTC as 2026-01-31T23:59:59Z")
     check(_NAME.fullmatch(row.experiment) is not None, "experiment", row.experiment, "use letters, digits, _, . and -")
     check(row.kind in KINDS, "kind", row.kind, f"use one of: {', '.join(KINDS)}")
     check(row.unit in UNITS, "unit", row.unit, f"use one of: {', '.join(UNITS)}")
-    known = row.status in ("ok", "throttled") or (row.status.startswith("skipped:") and len(row.status) > len("skipped:"))
+    known = row.status in ("ok", "throttled") or (row.status.startswith("skipped:") and bool(row.status[8:].strip()))
     check(known, "status", row.status, "use ok, throttled or skipped:REASON")
     check(isinstance(row.n, int) and row.n >= 0, "n", row.n, "use how many samples there were")
     if not row.status.startswith("skipped:"):
         for name in ("median", "p10", "p90"):
             check(math.isfinite(getattr(row, name)), name, getattr(row, name), "use a finite number")
         check(row.p10 <= row.median <= row.p90, "p10, median, p90", (row.p10, row.median, row.p90), "quantiles rise")
-    params_json(row.params)
+    try:
+        params_json(row.params)
+    except MeasurementError as error:
+        raise MeasurementError(f"{where}: {error.message}", error.hint) from error
     return row
 
 
-def _float(cell: str) -> float:
+def _number(cell: str) -> float:
+    """A number as tables hold it; Python's own reading would also take 1_000."""
+    if "_" in cell:
+        raise ValueError(f"{cell!r} is no number")
     return float(cell) if cell else math.nan
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("params names a key twice")
+    return found
 
 
 def parse_row(cells: list[str], where: str) -> Row:
@@ -114,11 +129,11 @@ def parse_row(cells: list[str], where: str) -> Row:
         raise MeasurementError(f"{where}: {len(cells)} cells instead of {len(COLUMNS)}", f"columns: {','.join(COLUMNS)}")
     c = dict(zip(COLUMNS, cells))
     try:
-        params = json.loads(c.pop("params"))
+        params = json.loads(c.pop("params"), object_pairs_hook=_object)
         if not isinstance(params, dict):
             raise ValueError("params is not a JSON object")
-        numbers = {name: _float(c.pop(name)) for name in ("median", "p10", "p90")}
-        n = int(c.pop("n"))
+        numbers = {name: _number(c.pop(name)) for name in ("median", "p10", "p90")}
+        n = int(c.pop("n").replace("_", "?"))
     except ValueError as error:
         raise MeasurementError(f"{where}: {error}", "params is JSON, median, p10 and p90 are numbers, n is whole") from error
     return validate(Row(**c, **numbers, n=n, params=params), where)  # type: ignore[arg-type]
@@ -132,8 +147,13 @@ def read_file(path: Path) -> list[Row]:
             header = next(reader, None)
             if header is None or tuple(header) != COLUMNS:
                 raise MeasurementError(f"{path} does not start with the measurement header", f"expected: {','.join(COLUMNS)}")
-            return [parse_row(cells, f"{path}, line {reader.line_num}") for cells in reader if cells]
-    except (csv.Error, UnicodeDecodeError) as error:
+            rows = []
+            for cells in filter(None, reader):
+                rows.append(row := parse_row(cells, where := f"{path}, line {reader.line_num}"))
+                if row.experiment != path.stem:
+                    raise MeasurementError(f"{where}: it is a row of {row.experiment!r}", f"move it to {row.experiment}.csv")
+            return rows
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise MeasurementError(f"{path} is not a readable CSV table ({error})", "restore it from git, or delete it") from error
 
 
@@ -157,7 +177,7 @@ def read(device: str, experiment: str, extra: Path | None = None) -> list[Row]:
     rows: list[Row] = []
     for root in roots(extra):
         path = root / device / f"{experiment}.csv"
-        if path.is_file():
+        if path.exists():
             rows += read_file(path)
     return rows
 

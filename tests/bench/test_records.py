@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,11 @@ from pdlab.costs import tables
 from pdlab.hardware.timing import Timings
 
 PROVENANCE = {"p": {"gpu": None}}
+FORMAT = "run_id,time_utc,experiment,variant,params,metric,unit,median,p10,p90,n,kind,status,provenance_id"
+PROVENANCE_KEYS = {
+    "gpu", "driver", "torch", "triton", "python", "commit", "clocks", "temperature", "power", "throttle", "seed",
+    "time_utc", "command",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +45,26 @@ def _row(value: float = 1.5, **changes: object) -> Row:
     return Row(**(base | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/venv/bin/pdlab", "bench", "ceilings"], "pdlab bench ceilings"),
+        (["/src/pdlab/__main__.py", "bench", "ceilings"], "pdlab bench ceilings"),
+        (["/lib/ipykernel_launcher.py", "-f", "/tmp/kernel.json"], "python"),
+        (["/elsewhere/__main__.py", "-q"], "python"),
+        ([""], "python"),
+    ],
+)
+def test_provenance_holds_our_command_line_and_no_other_programs(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], command: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(records, "_named", None)
+    assert records.snapshot()["command"] == command
+
+
 def test_the_columns_are_the_format() -> None:
-    assert ",".join(tables.COLUMNS) == (
-        "run_id,time_utc,experiment,variant,params,metric,unit,median,p10,p90,n,kind,status,provenance_id"
-    )
+    assert ",".join(tables.COLUMNS) == FORMAT
 
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\x00\r"), min_size=1).filter(lambda s: s.strip())
@@ -123,7 +145,7 @@ from pathlib import Path
 from pdlab.bench.records import Row, write_rows
 root, who = Path(sys.argv[1]), sys.argv[2]
 for i in range(15):
-    row = Row(who, "t", "e", "ours", "m", "ms", i, i, i, 1, provenance_id=f"{who}-{i}", params={"i": i})
+    row = Row(who, "2026-01-01T00:00:00Z", "e", "ours", "m", "ms", i, i, i, 1, provenance_id=f"{who}-{i}", params={"i": i})
     write_rows(root, "d", [row], {f"{who}-{i}": {}})
 """
     workers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), f"w{w}"]) for w in range(4)]
@@ -141,32 +163,93 @@ def test_a_write_that_fails_halfway_leaves_the_old_table(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(MeasurementError, match=r"cannot be written.*No space"):
         write_rows(tmp_path, "d", [_row(2)], PROVENANCE)
     assert path.read_bytes() == before
     assert sorted(p.name for p in path.parent.iterdir()) == ["e.csv", "provenance.json"]
 
 
+_HEADER = ",".join(tables.COLUMNS) + "\n"
+_START = "r,2026-01-01T00:00:00Z,e,ours,"
 BROKEN = {
     "no header": "a,b,c\n1,2,3\n",
     "empty": "",
-    "too few cells": ",".join(tables.COLUMNS) + "\nr,t,e,ours\n",
-    "params are not JSON": ",".join(tables.COLUMNS) + "\nr,t,e,ours,{x},m,ms,1,1,1,3,measured,ok,p\n",
-    "params are a list": ",".join(tables.COLUMNS) + "\nr,t,e,ours,[1],m,ms,1,1,1,3,measured,ok,p\n",
-    "a word for a number": ",".join(tables.COLUMNS) + "\nr,t,e,ours,{},m,ms,fast,1,1,3,measured,ok,p\n",
-    "an unknown unit": ",".join(tables.COLUMNS) + "\nr,t,e,ours,{},m,furlongs,1,1,1,3,measured,ok,p\n",
-    "an open quote": ",".join(tables.COLUMNS) + '\nr,t,e,ours,"{},m,ms,1,1,1,3,measured,ok,p\n',
-    "cut off in the middle": ",".join(tables.COLUMNS) + "\nr,t,e,ours,{},m,ms,1,1,1,3,measured,ok,p\nr,t,e,ou",
+    "too few cells": _HEADER + _START + "\n",
+    "params are not JSON": _HEADER + _START + "{x},m,ms,1,1,1,3,measured,ok,p\n",
+    "params are a list": _HEADER + _START + "[1],m,ms,1,1,1,3,measured,ok,p\n",
+    "params hold a list": _HEADER + _START + '"{""a"":[1]}",m,ms,1,1,1,3,measured,ok,p\n',
+    "params hold what JSON has not": _HEADER + _START + '"{""a"":NaN}",m,ms,1,1,1,3,measured,ok,p\n',
+    "params name a key twice": _HEADER + _START + '"{""a"":1,""a"":2}",m,ms,1,1,1,3,measured,ok,p\n',
+    "a word for a number": _HEADER + _START + "{},m,ms,fast,1,1,3,measured,ok,p\n",
+    "a number as Python writes it": _HEADER + _START + "{},m,ms,1_0,1,20,3,measured,ok,p\n",
+    "a count as Python writes it": _HEADER + _START + "{},m,ms,1,1,1,1_000,measured,ok,p\n",
+    "no reason for a skip": _HEADER + _START + "{},m,ms,,,,0,measured,skipped: ,p\n",
+    "a time in words": _HEADER + "r,yesterday,e,ours,{},m,ms,1,1,1,3,measured,ok,p\n",
+    "a row of another table": _HEADER + "r,2026-01-01T00:00:00Z,f,ours,{},m,ms,1,1,1,3,measured,ok,p\n",
+    "an unknown unit": _HEADER + _START + "{},m,furlongs,1,1,1,3,measured,ok,p\n",
+    "an open quote": _HEADER + _START + '"{},m,ms,1,1,1,3,measured,ok,p\n',
+    "cut off in the middle": _HEADER + _START + "{},m,ms,1,1,1,3,measured,ok,p\nr,2026-01-01T",
     "not text": None,
 }
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=list(BROKEN))
 def test_a_broken_table_names_its_file_and_never_reads_as_fewer_rows(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "broken.csv"
+    path = tmp_path / "e.csv"
+    path.write_text(_HEADER + _START + "{},m,ms,1,1,1,3,measured,ok,p\n")
+    assert len(tables.read_file(path)) == 1  # what each of the others breaks
     path.write_bytes(b"\xff\xfe\x00\x81" if content is None else content.encode())
-    with pytest.raises(MeasurementError, match=r"broken\.csv"):
+    with pytest.raises(MeasurementError, match=r"e\.csv"):
         tables.read_file(path)
+
+
+def test_a_table_that_cannot_be_read_or_written_is_named(tmp_path: Path, places: Path) -> None:
+    folder = places / "data" / "measurements" / "d"
+    (folder / "e.csv").mkdir(parents=True)
+    with pytest.raises(MeasurementError, match=r"e\.csv"):
+        tables.read("d", "e")
+    with pytest.raises(MeasurementError, match="cannot be written"):
+        write_rows(folder.parent, "d", [_row()], PROVENANCE)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MeasurementError, match="cannot be written"):
+        write_rows(tmp_path / "file", "d", [_row()], PROVENANCE)
+
+
+def _breaks_of_format(table: Path) -> list[str]:
+    """What FORMATS says of a table, checked without this package's own reader."""
+    known = json.loads((table.parent / "provenance.json").read_text(encoding="utf-8"))
+    units = ["ms", "us", "tok/s", "req/s", "TB/s", "TFLOP/s", "bytes", "ratio", "percent", "count"]
+    with table.open(newline="", encoding="utf-8") as file:
+        header, *lines = csv.reader(file, strict=True)
+    breaks = [] if header == FORMAT.split(",") else ["header"]
+    for number, line in enumerate(lines, 2):
+        row = dict(zip(header, line, strict=True))
+        params = json.loads(row["params"])
+        words = [v for v in params.values() if isinstance(v, str)]
+        right = {
+            "time_utc": re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time_utc"]),
+            "experiment": row["experiment"] == table.stem,
+            "params": row["params"] == json.dumps(params, sort_keys=True, separators=(",", ":"), ensure_ascii=False),
+            "a number as text": not any(re.fullmatch(r"[-\d.]+|[Tt]rue|[Ff]alse", word) for word in words),
+            "model": not str(params.get("model")).startswith("random:"),
+            "quantile": params.get("quantile", 50) in (50, 90, 99),
+            "unit": row["unit"] in units,
+            "kind": row["kind"] in ("measured", "simulated", "predicted"),
+            "status": re.fullmatch(r"ok|throttled|skipped:.+", row["status"]),
+            "provenance": set(known.get(row["provenance_id"], {})) >= PROVENANCE_KEYS,
+            "commit": re.fullmatch(r"[0-9a-f]{40}(\+changes)?", str(known.get(row["provenance_id"], {}).get("commit"))),
+        }
+        if not row["status"].startswith("skipped:"):
+            low, middle, high = (float(row[name]) for name in ("p10", "median", "p90"))
+            right["quantiles"] = math.isfinite(low) and low <= middle <= high < math.inf and int(row["n"]) > 0
+        breaks += [f"{table.name}:{number}: {name}" for name, ok in right.items() if not ok]
+    return breaks
+
+
+def test_every_recorded_table_keeps_the_format(repository: Path) -> None:
+    found = sorted((repository / "data" / "measurements").glob("*/*.csv"))
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", path.parent.name) for path in found)
+    assert [line for path in found for line in _breaks_of_format(path)] == []
 
 
 def test_nothing_is_appended_to_a_table_with_another_header(tmp_path: Path) -> None:
@@ -250,11 +333,7 @@ def test_a_recorder_writes_what_it_has_even_when_the_run_is_cut_short(tmp_path: 
     assert math.isnan(rows[2].median)
     assert len({r.run_id for r in rows}) == 1
     provenance = json.loads((tmp_path / "cpu-x86-64" / "provenance.json").read_text())
-    keys = {
-        "gpu", "driver", "torch", "triton", "python", "commit", "clocks", "temperature", "power", "throttle", "seed",
-        "time_utc", "command",
-    }  # fmt: skip
-    assert all(keys <= set(p) for p in provenance.values())
+    assert all(set(p) >= PROVENANCE_KEYS for p in provenance.values())
     assert provenance[rows[1].provenance_id]["settings"] == {"tile": 64}
     assert "settings" not in provenance[rows[0].provenance_id]
     assert provenance[rows[0].provenance_id]["seed"] == 7
