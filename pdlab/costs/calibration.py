@@ -18,7 +18,7 @@ from pdlab.costs import formulas, roofline, tables
 from pdlab.costs.learned import LearnedEstimator
 from pdlab.models.config import ModelConfig
 
-# shares of the ceilings and microseconds a layer that a tuned engine reaches on recent GPUs; used where nothing was recorded
+# shares of the data sheet's ceilings and seconds a layer that a tuned engine reaches on recent GPUs, where nothing was recorded
 MATMUL_SHARE = 0.70
 ATTENTION_SHARE = 0.55
 BANDWIDTH_SHARE = 0.85
@@ -55,7 +55,7 @@ def data_sheet_cost(model: ModelConfig, device: str, dtype: str) -> Callable[[Pl
     FLOPs and bytes of every operation are linear in the step's rows T, its attention pairs P, its sampling rows S and the
     cached tokens C it reads, so the counted formulas are asked once and each step costs a few products.
     """
-    c, size = roofline.ceilings_for(device, dtype), formulas.itemsize_of(dtype)
+    c, size = roofline.sheet_ceilings(device, dtype), formulas.itemsize_of(dtype)
     zero, launches = PlanShape(), LAYER_SECONDS * model.num_layers
     one = {
         "1": PlanShape(pad_tokens=1),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from itertools import pairwise
 from operator import mul
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,8 @@ class LearnedEstimator(RooflineEstimator):
         prior = [1.0, *slopes, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
         spread = [2.0, *[2.0] * len(slopes), 1.0, 2.0, 2.0, 1.0, 30.0, 30.0, 10.0]
         self._decodes, self._mixed = _Regime(prior, spread), _Regime(prior, spread)
-        self.host_s = 0.0  # mean host work of a step seen so far
+        self.host_s = 0.0  # host work of a step, as seen lately
+        self._host_seen, self._last_end = 0, 0.0
         self._priced_at = 0
 
     def _scale(self) -> None:
@@ -153,8 +155,17 @@ class LearnedEstimator(RooflineEstimator):
             prefill = ((row.prefill_tokens, row.prefill_context),) if row.prefill_tokens else ()
             sampled = row.decode_count + len(prefill)
             shape = PlanShape(prefill, row.decode_count, row.kv_tokens, row.pad_tokens, sampled)
-        self.host_s += (row.host_s - self.host_s) / min(self.seen + 1, MEMORY)
+        # with nothing in flight at submission, all between two steps is the host's; else only what it says of itself
+        alone = row.t_submit >= self._last_end
+        self._learn_host(row.t_start - self._last_end if alone and self._last_end > 0 else row.host_s)
+        self._last_end = row.t_end
         self.learn(shape, row.t_end - row.t_start)
+
+    def _learn_host(self, seconds: float) -> None:
+        """A running mean that a pause between two requests, which looks like slow host work, moves by little."""
+        self._host_seen += 1
+        most = 2 * self.host_s if self._host_seen > 16 else math.inf
+        self.host_s += (min(seconds, most) - self.host_s) / min(self._host_seen, MEMORY)
 
     def learn(self, shape: PlanShape, seconds: float) -> None:
         """Learns that a step of this shape took `seconds` on the device. Times that are not positive are ignored."""
