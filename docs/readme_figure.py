@@ -1,8 +1,8 @@
 """Draws docs/readme-figure.png, the README's first figure: `python docs/readme_figure.py`.
 
-The lines are predictions from the ceilings (measured ones where `pdlab bench ceilings` was recorded for the device, else
-the data sheet's), the dots are recorded measurements of `prefill_vs_decode` where there are any. The numbers' fingerprint
-is stored in the file; a test compares it with the data of the day, so that the figure cannot go stale unnoticed.
+Solid lines are recorded steps of `prefill_vs_decode` (data/measurements), dashed ones the floor that counted FLOPs and bytes
+and the device's own measured ceilings set. The title's numbers are taken from the records. The numbers' fingerprint is
+stored in the file; a test compares it with the data of the day, so that the figure cannot go stale unnoticed.
 """
 
 from __future__ import annotations
@@ -19,43 +19,26 @@ from pdlab.hardware.specs import spec
 from pdlab.models.catalogue import config_of
 
 TARGET = Path(__file__).with_name("readme-figure.png")
-MODEL, CONTEXT, DTYPES = (
-    "llama-3-8b",
-    512,
-    {"tesla-t4": "float16", "nvidia-a100-sxm4-40gb": "bfloat16", "nvidia-h200": "bfloat16"},
-)
-PROMPTS = [2**i for i in range(4, 14)]
-BATCHES = [2**i for i in range(9)]
+DEVICE, DTYPE, MODEL, CONTEXT = "nvidia-h200", "bfloat16", "llama-3-8b", 128
+PHASES = {"decode": "writing: a decode step, one token each", "prefill": "reading: the prefill of one prompt"}
 
 
 def numbers() -> dict[str, Any]:
-    """For each device: its name, the source of its ceilings, and (tokens in the step, microseconds a token) lines and dots."""
-    model, found = config_of(MODEL), {}
-    for device, dtype in DTYPES.items():
-        top, size = ceilings_for(device, dtype), itemsize_of(dtype)
-
-        def cost(shape: Any, tokens: int, top: Any = top, size: int = size) -> float:
-            return float(f"{1e6 * step_time(model, shape, top, size).seconds / tokens:.4g}")
-
-        found[device] = {
-            "name": spec(device).name,
-            "source": top.source,
-            "prefill": [(n, cost(prefill_shape(n), n)) for n in PROMPTS],
-            "decode": [(b, cost(decode_shape(b, CONTEXT + 1), b)) for b in BATCHES],
-            "measured": measured(device),
-        }
-    return found
-
-
-def measured(device: str) -> list[tuple[str, int, float]]:
-    """(phase, tokens in the step, microseconds a token) of the recorded steps of MODEL."""
-    dots = []
-    for row in newest(read(device, "prefill_vs_decode")):
-        if row.metric == "latency" and row.kind == "measured" and row.params.get("model") == MODEL:
-            phase, batch = row.params["phase"], row.params["batch"]
-            tokens = batch * row.params["tokens"] if phase == "prefill" else batch
-            dots.append((phase, tokens, float(f"{1e3 * row.median / tokens:.4g}")))
-    return sorted(dots)
+    """The device, the source of its ceilings, and for each phase (tokens in the step, ms measured, ms at the floor)."""
+    top = ceilings_for(DEVICE, DTYPE)
+    found: dict[str, Any] = {"name": spec(DEVICE).name, "source": top.source, "day": "", "decode": [], "prefill": []}
+    for row in newest(read(DEVICE, "prefill_vs_decode")):
+        p = row.params
+        if row.metric != "latency" or row.kind != "measured" or p["model"] != MODEL or p["dtype"] != DTYPE:
+            continue
+        phase, batch, tokens = p["phase"], p["batch"], p["tokens"]
+        if (phase == "decode" and tokens != CONTEXT) or (phase == "prefill" and batch != 1):
+            continue
+        shape = decode_shape(batch, CONTEXT + 1) if phase == "decode" else prefill_shape(tokens)
+        floor = 1e3 * step_time(config_of(MODEL), shape, top, itemsize_of(DTYPE)).seconds
+        found[phase].append((batch if phase == "decode" else tokens, float(f"{row.median:.4g}"), float(f"{floor:.4g}")))
+        found["day"] = max(found["day"], row.time_utc[:10])
+    return found | {phase: sorted(found[phase]) for phase in PHASES}
 
 
 def fingerprint(found: dict[str, Any]) -> str:
@@ -63,39 +46,36 @@ def fingerprint(found: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any]) -> Any:
-    from pdlab.lab.style import canvas
+    from pdlab.lab.figures import plain_ticks, short
+    from pdlab.lab.style import BLUE, FAINT, RUST, canvas
 
-    last = found[list(DTYPES)[-1]]
-    gap = last["decode"][0][1] / min(cost for _, cost in last["prefill"])
-    any_dots = any(device["measured"] for device in found.values())
+    tokens, alone, _ = found["decode"][0]
+    assert tokens == 1, "the claim is about a token written alone"
+    most, long, _ = found["prefill"][-1]
     figure, axes = canvas(
-        f"Same arithmetic, {gap:.0f} times the time: a token that Llama-3-8B writes alone, and one that it reads with others",
-        "lines: predicted from "
-        + ", ".join(f"{d['name']} ({d['source']})" for d in found.values())
-        + ("; dots: recorded measurements (data/measurements)" if any_dots else "; nothing measured here yet")
-        + f" · {', '.join(sorted(set(DTYPES.values())))} · decode with {CONTEXT} tokens of context a request",
-        size=(9.4, 4.6),
+        f"{MODEL} on an {found['name'].removeprefix('NVIDIA ')} needs {alone:.3g} ms to write one token, and "
+        f"{1e3 * long / most:.3g} µs for each of {most:,} that it reads: {alone * most / long:,.0f} times less",
+        f"{found['name']} · {DTYPE} · recorded {found['day']} (data/measurements) · random weights · decode over "
+        f"{CONTEXT} cached tokens a request · floor: counted FLOPs and bytes over {found['source']} ceilings",
+        size=(8.6, 4.6),
     )
     ax = axes[0, 0]
-    for colour, device in zip(("#8a6d3b", "#1f77b4", "#b3261e"), found.values(), strict=True):
-        for phase, style in (("decode", "-"), ("prefill", "--")):
-            x, y = zip(*device[phase], strict=True)
-            ax.plot(x, y, style, color=colour, marker="", label=f"{device['name']}, {phase}")
-            dots = [(tokens, cost) for name, tokens, cost in device["measured"] if name == phase]
-            if dots:
-                filled = "full" if phase == "decode" else "none"
-                ax.plot(
-                    *zip(*dots, strict=True), "o", color=colour, fillstyle=filled, label=f"{device['name']}, {phase} measured"
-                )
+    for (phase, words), colour, marker in zip(PHASES.items(), (RUST, BLUE), "os", strict=True):
+        x, ms, floor = zip(*found[phase], strict=True)
+        style: dict[str, Any] = {"color": colour, "markersize": 6}
+        ax.plot(x, [1e3 * t / n for t, n in zip(ms, x, strict=True)], "-", marker=marker, label=f"{words}, measured", **style)
+        ax.plot(x, [1e3 * t / n for t, n in zip(floor, x, strict=True)], "--", marker="", linewidth=1.5, color=colour)
+    ax.plot([], [], "--", color=FAINT, marker="", linewidth=1.5, label="the same at the roofline (predicted)")
     ax.set(xscale="log", yscale="log", xlabel="tokens that go through the model together", ylabel="microseconds a token")
-    ax.set_xticks([1, 4, 16, 64, 256, 1024, 4096], ["1", "4", "16", "64", "256", "1024", "4096"])
-    ax.legend(ncols=1, fontsize=8, loc="upper right")
+    plain_ticks(ax.xaxis, [4.0**k for k in range(7)])
+    ax.yaxis.set_major_formatter(short)
+    ax.legend(loc="upper right")
     return figure
 
 
 def main() -> None:
     found = numbers()
-    draw(found).savefig(TARGET, dpi=130, metadata={"Software": "", "Description": fingerprint(found)})
+    draw(found).savefig(TARGET, dpi=150, metadata={"Software": "", "Description": fingerprint(found)})
     print(f"wrote {TARGET}")
 
 

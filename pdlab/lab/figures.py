@@ -264,6 +264,31 @@ def _short_name(name: str) -> str:
     return re.sub(r"NVIDIA |GeForce |Tesla |\(R\)|\(TM\)| HBM\w*|-SXM\d?(?=-)", "", name).replace("-", " ")[:24]
 
 
+def _label_apart(figure: LabFigure, ax: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """A label beside each point, on the first of several sides where it covers neither a marker nor an earlier label."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # the layout decides where a point is
+    pixel = figure.dpi / 72
+    spots = [ax.transData.transform(point[:2]) for point in points]
+    taken = [Bbox.from_extents(px - 6 * pixel, py - 6 * pixel, px + 6 * pixel, py + 6 * pixel) for px, py in spots]
+    near = ((7, -4), (-7, 4), (-7, -4), (7, 4), (0, 9), (0, -9))
+    sides = [*near, *((2.4 * dx, 2.4 * dy) for dx, dy in near)]
+    for px, py, name in sorted(points):
+        for dx, dy in sides:
+            at: dict[str, Any] = {
+                "ha": "left" if dx > 0 else "right" if dx < 0 else "center",
+                "va": "bottom" if dy > 0 else "top",
+            }
+            label = ax.annotate(name, (px, py), (dx, dy), textcoords="offset points", fontsize=8.5, **at)
+            box = label.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+            if (dx, dy) != sides[-1]:
+                label.remove()
+        taken.append(box)
+
+
 def chips(table: pd.DataFrame, *, claim: str, footer: str) -> LabFigure:
     """Devices by bandwidth (x) and matrix rate (y); equal ridges lie on the dotted diagonals.
 
@@ -282,10 +307,7 @@ def chips(table: pd.DataFrame, *, claim: str, footer: str) -> LabFigure:
         fill = colour if source == "measured" else "none"
         rx, ry = rows["bytes_per_s"] / 1e9, rows["flops_per_s"] / 1e12
         ax.plot(rx, ry, marker, color=colour, markerfacecolor=fill, markersize=8, markeredgewidth=1.5, label=str(source))
-    for i, (px, name, py) in enumerate(sorted(zip(x, table["name"], y))):  # neighbours are labelled on opposite sides
-        at: dict[str, Any] = {"ha": "right", "va": "bottom"} if i % 2 else {"ha": "left", "va": "top"}
-        offset = (-5, 4) if i % 2 else (5, -4)
-        ax.annotate(_short_name(str(name)), (px, py), offset, textcoords="offset points", fontsize=8.5, **at)
+    _label_apart(figure, ax, [(px, py, _short_name(str(name))) for px, py, name in zip(x, y, table["name"])])
     for ridge in (1, 10, 100, 1000):
         at_x = min(high * 0.92, ax.get_ylim()[1] * 1e3 / ridge * 0.6)
         ax.text(at_x, at_x * ridge / 1e3 * 1.12, f"{ridge:,} FLOP/byte", fontsize=8, color=FAINT, ha="right", va="bottom")

@@ -137,7 +137,7 @@ def context_limit(config: ModelConfig, ridge: float, itemsize: int) -> float:
 
 
 def recorded_phases(device: str, models: Sequence[str] = ("llama-1b", "llama-3-8b")) -> tuple[pd.DataFrame, str]:
-    """The recorded steps of a device as a table for `over`, and the word for it: "recorded".
+    """The recorded steps of a device as a table for `over`, and the word for it: "recorded". `time_utc` says when.
 
     Where nothing was recorded yet: the floors of a usual set of steps from the data sheet, and "predicted".
     """
@@ -158,8 +158,9 @@ def recorded_phases(device: str, models: Sequence[str] = ("llama-1b", "llama-3-8
         floor = step_time(config_of(model), Step(phase, batch, tokens).shape, ceilings_for(device, dtype), itemsize_of(dtype))
         ms = (row.median, row.p10, row.p90) if row else (float("nan"),) * 3
         new = batch * (tokens if phase == "prefill" else 1)
-        table.append((model, phase, batch, tokens, new, *ms, floor.seconds * 1e3, floor.bound))
-    columns = ["model", "phase", "batch", "tokens", "new_tokens", "ms", "p10", "p90", "floor_ms", "bound"]
+        when = row.time_utc if row else ""
+        table.append((model, phase, batch, tokens, new, *ms, floor.seconds * 1e3, floor.bound, dtype, when))
+    columns = ["model", "phase", "batch", "tokens", "new_tokens", "ms", "p10", "p90", "floor_ms", "bound", "dtype", "time_utc"]
     return pd.DataFrame(table, columns=columns), "recorded" if known else "predicted"
 
 

@@ -67,9 +67,12 @@ class Lab:
         """Takes the parameters cell's values: a profile other than "auto" overrides the machine's; seeds torch and NumPy."""
         if profile not in ("auto", *PROFILES):
             raise ConfigError(f"profile={profile!r} is not one", f"use auto, {' or '.join(PROFILES)}")
+        from pdlab.bench.records import name_command
+
         if profile != "auto" and profile != self.profile:
             self.profile, self.why = profile, "set by the parameter `profile`"
         self.notebook, self.seed, self.record = notebook, seed, record
+        name_command(f"notebook {notebook}")
         import numpy as np
         import torch
 
@@ -118,18 +121,21 @@ class Lab:
 
         return Recorder(experiment, self.machine.slug, record=self.record, seed=self.seed, command=f"notebook {self.notebook}")
 
-    def footer(self, kind: str = "measured", device: str | None = None) -> str:
-        """The line under a figure: device, dtype, versions, what kind of number it is, and when."""
+    def footer(self, kind: str = "measured", device: str | None = None, *, dtype: str | None = None, when: str = "") -> str:
+        """The line under a figure: device, dtype, versions, what kind of number it is, and when.
+
+        `dtype` where it is not the lab's own; `when` the day of what was recorded (anything else is of today).
+        """
         if kind not in ("measured", "recorded", "simulated", "predicted", "counted"):
             raise ConfigError(f"kind={kind!r} is no kind of number", "use measured, recorded, simulated, predicted or counted")
         versions = f"torch {self.machine.torch_version} · pdlab {__version__}"
         if kind == "counted":
             return f"counted from the shapes: no device · pdlab {__version__}"
         if kind == "recorded":
-            return (
-                f"recorded on {device or self.machine.slug} (data/measurements, with provenance) · drawn by pdlab {__version__}"
-            )
-        where = device or f"{self.machine.name} · {self.dtype}"
+            day = f" {when[:10]}" if when else ""
+            where = " · ".join(filter(None, (device or self.machine.slug, dtype)))
+            return f"{where} · recorded{day} (data/measurements, with provenance) · drawn by pdlab {__version__}"
+        where = " · ".join(filter(None, (device, dtype) if device else (self.machine.name, dtype or self.dtype)))
         return f"{where} · {versions} · {kind} {time.strftime('%Y-%m-%d')} · profile {self.profile}"
 
 

@@ -200,3 +200,19 @@ def test_a_figure_shows_itself_at_half_its_pixels_with_its_claim_as_alternative(
 
 def test_an_answer_of_one_token_still_has_a_timeline() -> None:
     assert figures.timeline(3, 0.1, [], ["Yes"], claim="c", footer=FOOTER).texts_outside() == []
+
+
+def test_no_label_of_the_chips_covers_another_or_a_marker() -> None:
+    names = ("NVIDIA H0 80GB", "NVIDIA H1", "NVIDIA H2 PCIe")
+    crowd = [(name, 3e12 * (1 + 0.12 * i), 9e14 * (1 - 0.08 * i)) for i, name in enumerate(names)]
+    rows = pd.DataFrame([(*row, "measured") for row in crowd], columns=["name", "bytes_per_s", "flops_per_s", "source"])
+    far = pd.DataFrame([("A CPU", 2e10, 1e11, "data sheet")], columns=rows.columns)
+    figure = figures.chips(pd.concat([rows, far]), claim="c", footer=FOOTER)
+    figure.canvas.draw()
+    boxes = [t.get_window_extent() for t in figure.axes[0].texts if t.get_text() in {"H0 80GB", "H1", "H2 PCIe", "A CPU"}]
+    assert len(boxes) == 4
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    for line in figure.axes[0].lines:
+        if line.get_marker() not in ("", "None"):
+            spots = figure.axes[0].transData.transform(line.get_xydata())
+            assert not any(box.contains(*spot) for box in boxes for spot in spots)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pdlab.bench import records
 from pdlab.core.errors import ConfigError, DeviceUnavailable, PdlabError
 from pdlab.hardware.probe import Machine
 from pdlab.lab import install, place, session
@@ -180,10 +181,48 @@ def test_every_footer_says_what_kind_of_number_it_is() -> None:
     for kind in ("measured", "simulated", "predicted"):
         assert kind in lab.footer(kind)
         assert "A CPU · float32" in lab.footer(kind)
-    assert "recorded on nvidia-h200" in lab.footer("recorded", "nvidia-h200")
+    assert lab.footer("recorded", "nvidia-h200").startswith("nvidia-h200 · recorded (data")
+    assert "nvidia-h200 · bfloat16 · recorded 2026-11-29 (" in lab.footer(
+        "recorded", "nvidia-h200", dtype="bfloat16", when="2026-11-29T22:23:58Z"
+    )
     assert "counted" in lab.footer("counted")
     with pytest.raises(ConfigError):
         lab.footer("guessed")
+
+
+def test_a_footer_names_the_dtype_of_what_was_measured_not_the_machines() -> None:
+    lab = session.Lab(machine(name="A GPU", device="cuda", dtype="bfloat16"), "full", "")
+    assert "A GPU · bfloat16 ·" in lab.footer()
+    assert "A GPU · float32 ·" in lab.footer(dtype="float32")
+    assert "bfloat16" not in lab.footer(dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/venv/bin/pdlab", "bench", "ceilings"], "pdlab bench ceilings"),
+        (["/src/pdlab/__main__.py", "bench", "ceilings"], "pdlab bench ceilings"),
+        (["/lib/ipykernel_launcher.py", "-f", "/tmp/kernel.json"], "python"),
+        (["/elsewhere/__main__.py", "-q"], "python"),
+        ([""], "python"),
+    ],
+)
+def test_provenance_holds_our_command_line_and_no_other_programs(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], command: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(records, "_named", None)
+    assert records.snapshot()["command"] == command
+
+
+def test_a_notebooks_measurements_name_the_notebook_not_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = ["/venv/lib/ipykernel_launcher.py", "--IPKernelApp.parent_appname=x", "-f", "/tmp/kernel.json"]
+    monkeypatch.setattr(sys, "argv", kernel)
+    monkeypatch.setattr(records, "_named", None)
+    assert records.snapshot()["command"] == "python"
+    session.Lab(machine(), "smoke", "").begin("00_start_here")
+    assert records.snapshot()["command"] == "notebook 00_start_here"
+    assert records.snapshot(command="another")["command"] == "another"
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
