@@ -127,7 +127,7 @@ def gantt(outcomes: Mapping[str, Outcome], *, claim: str, footer: str, at: float
     keys = [(FAINT, 1.2, "waits"), (BLUE, 6.0, "prompt"), (GOLD, 6.0, "answer")]
     keys += [(RUST, 6.0, "long prompt")] if long else []
     handles = [Line2D([], [], color=colour, linewidth=width, marker="") for colour, width, _ in keys]
-    axes[0, -1].legend(handles, [label for _, _, label in keys], loc="upper right")
+    axes[0, -1].legend(handles, [label for _, _, label in keys], loc="best")
     return figure
 
 
@@ -163,7 +163,7 @@ def over_load(
     log: bool = True,
 ) -> LabFigure:
     """Lines (tables with x, y, series, kind; see figures) over a plain x axis, one panel a title; `mark` a level with words."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     figure, axes = canvas(claim, footer, size=(8.6, 4.6), columns=len(panels))
     for ax, (title, table) in zip(axes[0], panels.items()):
@@ -173,6 +173,7 @@ def over_load(
         ax.set(title=title if len(panels) > 1 else "", xlabel=xlabel)
         if log:
             ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
             ax.yaxis.set_minor_locator(NullLocator())
         else:

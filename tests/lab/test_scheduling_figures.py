@@ -1,0 +1,47 @@
+"""The batching and scheduling notebooks' helpers: padding counted right, charts that clip nothing."""
+
+import pandas as pd
+import pytest
+
+from pdlab.core.config import EngineConfig
+from pdlab.lab import scheduling
+from pdlab.workloads import generators as g
+from pdlab.workloads.replay import simulate
+from pdlab.workloads.workload import Item, Workload
+
+
+def test_cuts_keep_every_length_and_sorting_pads_less():
+    lengths = [5, 300, 7, 280, 9, 310, 4, 2]
+    ways = scheduling.cut(lengths, 640)
+    assert set(ways) == {"by arrival", "the article's", "mended"}
+    assert all(sorted(n for b in batches for n in b) == sorted(lengths) for batches in ways.values())
+    assert scheduling.padding_share(ways["mended"]) < scheduling.padding_share(ways["by arrival"])
+    assert scheduling.padding_share([[4, 2], [3]]) == pytest.approx(100 * 2 / 11)
+
+
+def small_queue():
+    chats = g.make("q", 5, g.steady(20), g.fixed(200), g.fixed(4), kind="chat")
+    queue = Workload("q", [Item(0.0, prompt_tokens=6000, max_tokens=3, kind="long"), *chats])
+    return {p: simulate("llama-1b", EngineConfig(policy=p, max_batch_tokens=512), queue, keep=True) for p in ("fcfs", "sjf")}
+
+
+def test_charts_keep_their_text_inside_the_figure():
+    charts = small_queue()
+    lines = pd.DataFrame({"load": [0.5, 0.9] * 2, "ms": [10, 300, 9, 20], "policy": ["fcfs"] * 2 + ["sjf"] * 2})
+    table = scheduling.lines(lines, "load", "ms", "policy", "simulated")
+    figures = [
+        scheduling.padding_areas(scheduling.cut([5, 300, 7, 280], 640), claim="c", footer="f"),
+        scheduling.gantt(charts, claim="c", footer="f"),
+        scheduling.gantt({"fcfs": charts["fcfs"]}, claim="c", footer="f", at=0.1),
+        scheduling.over_load({"P99": table}, claim="c", footer="f", xlabel="x", ylabel="y", mark=(40, "here")),
+        scheduling.agreement([1e-3, 2e-3], [1.1e-3, 1.9e-3], [True, False], claim="c", footer="f"),
+    ]
+    for figure in figures:
+        assert figure.texts_outside() == []
+        assert figure.png().startswith(b"\x89PNG")
+
+
+def test_the_table_of_waits_shows_who_waits_under_which_order():
+    table = scheduling.waits(small_queue())
+    assert table.loc["sjf", "chats, worst"] < table.loc["fcfs", "chats, worst"]
+    assert (table["never ran"] == 0).all()
