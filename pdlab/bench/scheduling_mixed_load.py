@@ -116,4 +116,4 @@ def run(ctx: Context) -> None:
     _measure(ctx, session, share * ctx.left() / (2 * len(MEASURED)) / 1.3)
     imitation = serving.Imitation.of(session)
     del session
-    _simulate(ctx, imitation, 8000 if ctx.full else 400)
+    _simulate(ctx, imitation, 8000 if ctx.full else 120)

@@ -1,0 +1,129 @@
+"""The serving suites: a simulator process needs nothing but its Imitation, and the bound check can fail."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from pdlab.bench import batching, scheduling_mixed_load, serving
+from pdlab.bench.records import Recorder
+from pdlab.bench.suites import Context
+from pdlab.core.config import EngineConfig
+from pdlab.core.plan import PlanShape
+from pdlab.costs.estimator import RooflineEstimator
+from pdlab.costs.formulas import decode_shape, prefill_shape
+from pdlab.costs.learned import LearnedEstimator
+from pdlab.costs.roofline import sheet_ceilings
+from pdlab.models.catalogue import config_of
+from pdlab.workloads.replay import Ended, Outcome
+
+MODEL, CEILINGS = config_of("llama-tiny"), sheet_ceilings("cpu-x86-64")
+
+
+def imitation():
+    learned = LearnedEstimator(MODEL, CEILINGS, 4, 128)
+    for n in range(1, 60):
+        for shape in (decode_shape(1 + n % 16, 50 + n), prefill_shape(2 * n), PlanShape(((n, 0),), 4, 200, 0, 5)):
+            learned.learn(shape, 2e-3 + 1e-4 * shape.new_tokens)
+    config = EngineConfig(estimator="learned", max_batch_tokens=128, max_batch_requests=16, patience_s=2.0)
+    scale = serving.Scale("llama-tiny", 2048, 16, serving.with_objectives(config, learned))
+    return serving.Imitation(scale, learned.state(), CEILINGS, 16384, 1e-4, "float32")
+
+
+def context(tmp_path, budget_s=60.0):
+    machine = SimpleNamespace(slug="cpu-x86-64", is_gpu=False, device="cpu", dtype="float32")
+    recorder = Recorder(scheduling_mixed_load.NAME, "cpu-x86-64", out=tmp_path, command="test")
+    return Context(machine, "smoke", recorder, budget_s, say=lambda line: None)
+
+
+def test_an_imitation_survives_the_way_to_another_process():
+    one = imitation()
+    other = pickle.loads(pickle.dumps(one))
+    workload = serving.mixed_load(one.scale, 40, 50.0, 1)
+    a, b = (i.run(i.scale.config, workload) for i in (one, other))
+    assert a.complete == b.complete == 40
+    assert a.requests == b.requests
+    assert one.capacity(40, 3) > 0
+
+
+def test_the_mixed_load_has_its_share_of_long_prompts_and_upper_class():
+    items = serving.mixed_load(imitation().scale, 400, 10.0, 2).items
+    assert sum(i.kind == "long" for i in items) == 2
+    assert all(i.prompt_tokens == 2048 for i in items if i.kind == "long")
+    assert 0.15 < sum(i.priority for i in items) / 400 <= 0.2
+
+
+def test_every_policy_is_simulated_into_rows_that_the_format_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduling_mixed_load, "SEEDS", (1, 2, 3))
+    ctx = context(tmp_path)
+    with ctx.record as recorder:
+        scheduling_mixed_load._simulate(ctx, imitation(), 60)
+    rows = [r for r in recorder.rows if r.ok]
+    assert {r.variant for r in rows} == set(scheduling_mixed_load.VARIANTS)
+    assert {r.kind for r in rows} == {"simulated"}
+    for metric in ("goodput", "throughput", "ttft", "per_token", "end_to_end", "longest_wait"):
+        found = [r for r in rows if r.metric == metric and r.variant == "fcfs"]
+        assert found, metric
+        assert all({"load", "workload", "model"} <= r.params.keys() for r in found)
+    over = {r.variant: r.median for r in rows if r.metric == "waits_over_bound"}
+    assert over["sjf_aging"] == over["deadline"] == over["oracle"] == 0
+    assert (tmp_path / "cpu-x86-64" / "scheduling_mixed_load.csv").is_file()
+
+
+def test_with_no_time_left_rows_say_so(tmp_path):
+    ctx = context(tmp_path, budget_s=0.0)
+    with ctx.record as recorder:
+        session = SimpleNamespace(scale=imitation().scale, requests_for=lambda seconds, load: 40)
+        scheduling_mixed_load._measure(ctx, session, 1.0)
+    assert {r.status for r in recorder.rows} == {"skipped:the time budget ran out"}
+    assert {r.variant for r in recorder.rows} == set(scheduling_mixed_load.MEASURED)
+
+
+def ended(number, arrival, admitted, finish):
+    return Ended(number, "", 0, 10, 1, arrival, admitted, admitted, finish, "length", 0)
+
+
+def test_a_wait_over_its_bound_is_counted_and_one_with_company_is_not():
+    e = SimpleNamespace(prefill_seconds=lambda n: 5.0, decode_seconds=lambda n, c: 0.0)
+    alone = Outcome("w", 1, 1, requests=[ended(0, 0.0, 10.0, 11.0)])
+    assert serving.waits_over_bound(alone, e, 2.0) == 1  # patience 2 and nobody else there
+    company = Outcome("w", 1, 1, requests=[ended(0, 0.0, 10.0, 11.0), ended(1, 0.0, 1.0, 6.0), ended(2, 1.0, 6.0, 10.0)])
+    assert serving.waits_over_bound(company, e, 2.0) == 0  # 2 s of patience and two others of 5 s each
+    assert serving.waits_over_bound(alone, e, 20.0) == 0
+
+
+def test_fairness_is_one_when_all_are_slowed_alike_and_less_when_not():
+    e = SimpleNamespace(prefill_seconds=lambda n: 1.0, decode_seconds=lambda n, c: 0.0)
+    alike = Outcome("w", 1, 1, requests=[ended(i, i, i, i + 2.0) for i in range(4)])
+    apart = Outcome("w", 1, 1, requests=[ended(i, 0, 0, 10.0 if i == 0 else 1.0) for i in range(4)])
+    assert serving.fairness(alike, e) == pytest.approx(1.0)
+    assert serving.fairness(apart, e) < 0.5
+
+
+def test_the_judge_prices_by_what_was_learned_and_learns_nothing():
+    i = imitation()
+    learned = i.estimator()
+    judge = serving.Judge(learned, {"roofline": RooflineEstimator(MODEL, CEILINGS, 4)})
+    before = learned.step_seconds(decode_shape(3, 60))
+    row = SimpleNamespace(t_start=0.0, t_end=2 * before)
+    judge.observe(row, decode_shape(3, 60))
+    assert judge.errors["ours"] == [(False, pytest.approx(0.5))]
+    assert len(judge.errors["roofline"]) == 1
+    assert learned.step_seconds(decode_shape(3, 60)) == before
+
+
+def test_spread_bursts_differ_only_by_their_spread():
+    equal, spread = batching.burst(50, 0.0, 1, 3), batching.burst(50, 1.0, 1, 3)
+    assert {i.prompt_tokens for i in equal} == {256}
+    assert len({i.prompt_tokens for i in spread}) > 30
+    assert max(i.prompt_tokens for i in spread) <= 8 * 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["batching", "scheduling_mixed_load", "estimator_error", "simulator_error"])
+def test_a_serving_suite_runs_on_this_machine(suite, tmp_path):
+    from pdlab.bench import suites
+
+    outcome, recorder = suites.run(suite, out=tmp_path, budget_s=10.0, device="cpu", profile="smoke")
+    assert outcome.rows > 0
+    assert any(r.ok and r.kind == "measured" for r in recorder.rows)
