@@ -164,8 +164,10 @@ def recorded_phases(device: str, models: Sequence[str] = ("llama-1b", "llama-3-8
     return pd.DataFrame(table, columns=columns), "recorded" if known else "predicted"
 
 
-def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str = "nvidia-h200") -> Any:
+def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str = "nvidia-h200", here: str = "") -> Any:
     """The ledger's verdicts on `ids`, from this notebook's `rows` alone and from what is recorded for `reference`; Markdown.
+
+    `here` says what the rows are of, where they were not measured on this machine.
 
     A CPU's rows show the mechanism; the ledger itself does not count them, and the table says so.
     """
@@ -173,6 +175,7 @@ def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str =
 
     from pdlab.claims import RULES, judge, read_claims
     from pdlab.claims.evidence import Evidence
+    from pdlab.lab.series import since
 
     class Own(Evidence):
         def all(self, experiment: str) -> list[Row]:
@@ -180,8 +183,11 @@ def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str =
 
     rows = list(rows)
     recorded = {v.id: v for v in judge(reference)}
-    here = "this CPU (shows the mechanism, does not count)" if not lab.machine.is_gpu else f"this {lab.machine.name}"
-    lines = [f"| claim | the article | {here} | recorded on {reference} | why |", "|---|---|---|---|---|"]
+    own = f"this {lab.machine.name}" if lab.machine.is_gpu else "this CPU (shows the mechanism, does not count)"
+    lines = [
+        f"| claim | the article | {here or own} | recorded on {reference}{since(reference)} | why |",
+        "|---|---|---|---|---|",
+    ]
     for claim in (c for c in read_claims() if c.id in ids):
         finding = RULES[claim.rule](Own(lab.machine.slug), claim)
         ledger = recorded[claim.id]

@@ -34,13 +34,21 @@ def contents() -> Any:
     return Markdown("\n".join(lines) if len(lines) > 2 else "The contents are in the checkout's `notebooks/manifest.json`.")
 
 
+def since(device: str) -> str:
+    """The day of a device's newest measurement, for headings: " (2026-11-29)"; empty where nothing was recorded."""
+    from pdlab.costs.tables import experiments, read
+
+    days = [row.time_utc[:10] for name in experiments(device) for row in read(device, name)]
+    return f" ({max(days)})" if days else ""
+
+
 def ledger(device: str) -> Any:
     """Markdown: every claim, what the article says, and the verdict from what is recorded for `device`."""
     from IPython.display import Markdown
 
     from pdlab.claims import judge
 
-    lines = [f"| | claim | the article | verdict from {device}'s records |", "|---|---|---|---|"]
+    lines = [f"| | claim | the article | verdict from {device}'s records{since(device)} |", "|---|---|---|---|"]
     for v in judge(device):
         cells = (v.id, v.claim, v.article, v.verdict.replace("_", " "))
         lines.append("| " + " | ".join(re.sub(r"([|_*])", r"\\\1", cell) for cell in cells) + " |")

@@ -128,7 +128,19 @@ def test_verdicts_are_drawn_from_the_rows_given_and_nothing_else(
     assert "**not reproduced**" in verdict(70.0, 20.0)
     assert "**not measured**" in verdict(4.0, 60.0)  # the reference's own column
     assert "does not count" in verdict(4.0, 60.0)
+    assert "| simulated there |" in measure.verdicts(lab, [], ["A3"], here="simulated there").data
     assert "**A1**" not in verdict(4.0, 60.0)
+
+
+def test_headings_say_when_a_device_was_last_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("data_dir", "home_dir"):
+        monkeypatch.setattr(tables, name, lambda: tmp_path)
+    assert series.since("nvidia-h200") == ""
+    folder = tmp_path / "measurements" / "nvidia-h200"
+    folder.mkdir(parents=True)
+    rows = [f"r,2026-01-{day}T00:00:00Z,e,ours,{{}},m,ms,1,1,1,3,measured,ok,p" for day in ("02", "13", "05")]
+    (folder / "e.csv").write_text("\n".join([",".join(tables.COLUMNS), *rows, ""]))
+    assert series.since("nvidia-h200") == " (2026-01-13)"
 
 
 def test_a_device_without_records_is_played_back_as_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -67,3 +67,11 @@ def test_ours_beside_the_article_is_relative_to_the_first_row(runs: tuple[pd.Dat
     table = memory.serving_table(runs[0], {"per_request": (35, 128, 520), "paged": (8, 76, 850)}, 5)
     assert table.loc["per request", ["P99, ours", "req/s, ours", "req/s, article"]].tolist() == ["1.00"] * 3
     assert table.loc["paged", "req/s, article"] == "1.63"
+
+
+def test_lines_that_coincide_are_all_seen() -> None:
+    same = pd.DataFrame({"x": [10, 50] * 3, "y": [1.0, 2.0] * 3, "series": list("aabbcc"), "kind": "simulated"})
+    figure = memory.throughput(same, claim="c", footer=FOOTER)
+    widths = [line.get_linewidth() for line in figure.axes[0].lines]
+    assert widths == sorted(widths, reverse=True)
+    assert len(set(widths)) == 3
