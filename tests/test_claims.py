@@ -15,32 +15,7 @@ from pdlab.core.errors import MeasurementError
 from pdlab.costs import tables
 from pdlab.costs.tables import Row
 
-IDS = [
-    "A1",
-    "A2",
-    "A3",
-    "B1",
-    "B2",
-    "B3",
-    "B4",
-    "B5",
-    "C1",
-    "C2",
-    "C3",
-    "C4",
-    "C5",
-    "D1",
-    "D2",
-    "E1",
-    "E2",
-    "E3",
-    "F1",
-    "G1",
-    "G2",
-    "G3",
-    "H1",
-    "H2",
-]
+IDS = "A1 A2 A3 B1 B2 B3 B4 B5 C1 C2 C3 C4 C5 D1 D2 E1 E2 E3 F1 G1 G2 G3 H1 H2".split()  # noqa: SIM905  one line reads better
 GPU = "nvidia-h200"
 
 
@@ -366,6 +341,25 @@ def test_an_unknown_rule_or_a_missing_figure_names_the_claim(places: Path) -> No
         path.write_text(header + line)
         with pytest.raises(MeasurementError, match="Z9"):
             claims.judge(path=path)
+
+
+@pytest.mark.parametrize("junk", ["x", None, "100"])
+def test_parameters_of_the_wrong_kind_name_the_claim_that_reads_them(places: Path, junk: Any) -> None:
+    with _recorder(places, "kv_allocators") as record:
+        for concurrency in (junk, 50):
+            for variant in ("paged", "contiguous_pool"):
+                record.add("throughput", 5.0, "req/s", variant=variant, params={"concurrency": concurrency})
+    if junk == "100":  # it still says a number
+        assert _of("C4").verdict == "not_reproduced"
+    else:
+        with pytest.raises(MeasurementError, match=r"claim C4.*'kv_allocators' on nvidia-h200"):
+            claims.judge()
+
+
+def test_an_ablation_of_somebodys_own_model_harms_no_claim(places: Path) -> None:
+    _ablation(places, "me/my-model", [1.0, 4.0], [9.0, 1.0])
+    assert _of("H2").verdict == "not_measured"
+    assert _of("H1").verdict == "reproduced"
 
 
 def test_a_gain_is_above_one_when_ours_is_better_whatever_the_unit() -> None:

@@ -87,8 +87,9 @@ def judge(device: str = DEFAULT_DEVICE, extra: Path | None = None, path: Path | 
             raise MeasurementError(f"claim {claim.id} names the rule {claim.rule!r}", f"rules: {', '.join(RULES)}")
         try:
             finding = rule(evidence, claim)
-        except KeyError as error:
-            what = f"claim {claim.id}: its figures, or the recorded parameters, lack {error}"
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            lack = f"lack {error}" if isinstance(error, KeyError) else f"are not of the kind its rule reads ({error})"
+            what = f"claim {claim.id}: its figures, or parameters recorded as {claim.experiment!r} on {device}, {lack}"
             raise MeasurementError(what, f"see the rule {claim.rule} in pdlab/claims") from error
         text = " ".join((rule.__doc__ or "").split())
         verdicts.append(

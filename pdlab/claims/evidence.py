@@ -25,7 +25,7 @@ class Claim:
     section: str
     claim: str
     article: str  # the figure as the article prints it
-    rule: str  # name of a function in claim_rules
+    rule: str  # name of a function in this package
     experiment: str
     figures: dict[str, Any] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from pdlab.claims.evidence import NOISE, Claim, Evidence, Finding, gain_range, g
 from pdlab.costs.formulas import decode_shape, step_flops
 from pdlab.costs.roofline import op_times, sheet_ceilings
 from pdlab.costs.tables import Row
-from pdlab.models.catalogue import config_of
+from pdlab.models.catalogue import CATALOGUE, config_of
 
 
 def speedup(ev: Evidence, claim: Claim) -> Finding:
@@ -123,8 +123,10 @@ def families_differ(ev: Evidence, claim: Claim) -> Finding:
     stages = _stages(ev, claim.experiment, "throughput")
     by_family: dict[str, dict[str, tuple[float, Row]]] = {}
     for model, rows in stages.items():
+        if model not in CATALOGUE:  # somebody's own model: its family is not known here
+            continue
         gains = {str(b.params["stage"]): (b.median / a.median, b) for a, b in pairwise(rows)}
-        by_family.setdefault(config_of(model).family, {}).update(gains)
+        by_family.setdefault(CATALOGUE[model].family, {}).update(gains)
     if len(by_family) < 2:
         return not_measured(claim, ev, "ablation of both families")
     llama, gpt2 = by_family["llama"], by_family["gpt2"]
