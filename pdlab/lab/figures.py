@@ -102,11 +102,14 @@ def latency(
     figure, axes = canvas(claim, footer, size=size, columns=len(panels))
     for ax, (title, table) in zip(axes[0], panels.items()):
         handles = draw_lines(ax, table)
-        if len(handles) > 1:
-            ax.legend(handles=handles, loc="best")
         ax.set(title=title if len(panels) > 1 else "", xlabel=xlabel, xscale="log")
         plain_ticks(ax.xaxis, table["x"], limit=7)
         _y_scale(ax, table["y"])
+        crowded = len(handles) > 3 and ax.get_yscale() == "linear"  # then no corner is free: the legend gets room above
+        if crowded:
+            ax.set_ylim(top=float(table["y"].max()) * 1.75)
+        if len(handles) > 1:
+            ax.legend(handles=handles, loc="upper left" if crowded else "best")
     axes[0, 0].set_ylabel(ylabel)
     return figure
 

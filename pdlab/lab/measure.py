@@ -146,6 +146,7 @@ def recorded_phases(device: str, models: Sequence[str] = ("llama-1b", "llama-3-8
     from pdlab.bench.prefill_vs_decode import Step, steps_of
     from pdlab.bench.records import latest
     from pdlab.costs.roofline import ceilings_for
+    from pdlab.hardware.specs import spec
 
     rows, table = latest(device, "prefill_vs_decode", kind="measured"), []
     known = (
@@ -154,7 +155,7 @@ def recorded_phases(device: str, models: Sequence[str] = ("llama-1b", "llama-3-8
     wanted = list(known) or [(m, s.phase, s.batch, s.tokens) for m in models for s in steps_of("full", config_of(m))]
     for model, phase, batch, tokens in wanted:
         row = known.get((model, phase, batch, tokens))
-        dtype = row.dtype if row else "bfloat16"
+        dtype = row.dtype if row else ("bfloat16" if spec(device).bf16_flops else "float16")
         floor = step_time(config_of(model), Step(phase, batch, tokens).shape, ceilings_for(device, dtype), itemsize_of(dtype))
         ms = (row.median, row.p10, row.p90) if row else (float("nan"),) * 3
         new = batch * (tokens if phase == "prefill" else 1)

@@ -216,3 +216,12 @@ def test_no_label_of_the_chips_covers_another_or_a_marker() -> None:
         if line.get_marker() not in ("", "None"):
             spots = figure.axes[0].transData.transform(line.get_xydata())
             assert not any(box.contains(*spot) for box in boxes for spot in spots)
+
+
+def test_a_crowded_legend_covers_no_measurement() -> None:
+    rows = pd.concat([table(y, name, "measured") for y, name in ((3.0, "a"), (2.5, "b"), (2.0, "c"), (1.8, "d"))])
+    figure = figures.latency({"": rows}, claim="c", footer=FOOTER, xlabel="x", ylabel="y")
+    figure.canvas.draw()
+    ax = figure.axes[0]
+    box = ax.get_legend().get_window_extent()
+    assert not any(box.contains(*spot) for line in ax.lines for spot in ax.transData.transform(line.get_xydata()))
