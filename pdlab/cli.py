@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--out", type=Path, metavar="DIR", help="write tables here instead of runs/measurements")
     bench.add_argument("--budget", type=float, metavar="SECONDS", help="time for each (default 20 on a CPU, 60 on a GPU)")
     bench.add_argument("--profile", choices=("smoke", "full"), help="sizes: by default what fits the machine")
+    bench.add_argument("--only", choices=("measured", "simulated"), help="leave out the other; what is simulated needs no GPU")
     bench.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     bench.add_argument("--seed", type=int, default=0)
     json_flag(bench)
@@ -113,7 +114,9 @@ def _add_runner(commands: Any) -> None:
 
         runner.add_parser(commands)
     except Exception as error:  # a missing package, or one whose native library does not load
-        broken = commands.add_parser("run", help="run notebooks in batches (not available here)")
+        text = "run notebooks in batches (not available here)"
+        broken = commands.add_parser("run", help=text, description=f"{text}: {error}", epilog="example: pdlab doctor")
+        broken.add_argument("anything", nargs=argparse.REMAINDER)
         broken.set_defaults(broken=str(error))
 
 
@@ -228,7 +231,7 @@ def _bench(args: argparse.Namespace) -> Answer:
         try:
             outcome, record = suites.run(
                 name, device=args.device, profile=args.profile, record=args.record, out=args.out,
-                budget_s=args.budget, seed=args.seed,
+                budget_s=args.budget, seed=args.seed, only=args.only,
             )  # fmt: skip
         except Exception as error:
             if len(names) == 1:
@@ -238,7 +241,8 @@ def _bench(args: argparse.Namespace) -> Answer:
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             continue
         results.append({"status": "ok", **vars(outcome)})
-        rows += [dict(zip(("device", *_columns()), (record.device, *row.cells()))) for row in record.rows]
+        for r in (record, *record.beside):
+            rows += [dict(zip(("device", *_columns()), (r.device, *row.cells()))) for row in r.rows]
     lines = [
         f"{r['name']}: {r['rows']} rows in {r['seconds']:.0f} s -> {', '.join(r['files'])}" for r in results if "rows" in r
     ]
@@ -378,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
     as_json = "--json" in argv
     try:
         args = _parser().parse_args(argv)
-        as_json = getattr(args, "json", False)
+        as_json = getattr(args, "json", as_json)
         wanted = as_json and args.command != "run"  # the runner prints its own document
         with _stdout_kept_clean(wanted):
             code, document, text = _COMMANDS[args.command](args)

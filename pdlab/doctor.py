@@ -24,7 +24,7 @@ _NEEDED = {
     "gguf": "loading GGUF weights, so the default model",
     "jinja2": "chat templates",
     "pyyaml": "parameters of notebooks on the command line",
-    "psutil": "peak memory of notebooks in a batch",
+    "psutil": "how much memory a CPU has for models, and how much a notebook took",
 }
 _EXTRAS = {
     "jupyterlab": ("lab", "make lab: the notebooks in a browser"),
@@ -45,16 +45,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _backends(torch_problem: str | None, capability: tuple[int, int] | None) -> dict[str, dict[str, Any]]:
-    """Attention backends as kernels.dispatch reports them; whatever breaks on the way becomes the reason."""
-    if torch_problem is None:
-        try:
-            from pdlab.kernels import dispatch
+def _backends(torch_problem: str | None) -> dict[str, dict[str, Any]]:
+    """Attention backends as kernels.dispatch reports them; without torch there are none."""
+    from pdlab.kernels import dispatch
 
-            return {name: {"available": bool(ok), "reason": why} for name, (ok, why) in dispatch.backends().items()}
-        except Exception as error:
-            torch_problem = f"{type(error).__name__}: {error}"
-    return {name: {"available": False, "reason": torch_problem} for name in ("plain", "sdpa", "flash")}
+    found = dispatch.backends() if torch_problem is None else dict.fromkeys(dispatch.BACKENDS, (False, torch_problem))
+    return {name: {"available": ok, "reason": why} for name, (ok, why) in found.items()}
 
 
 def report() -> dict[str, Any]:
@@ -99,7 +95,7 @@ def report() -> dict[str, Any]:
         "packages": packages,
         "device": device,
         "profile": machine.profile,
-        "backends": _backends(problem, machine.capability),
+        "backends": _backends(problem),
         "missing": missing,
     }
 

@@ -314,6 +314,7 @@ def test_the_doctor_works_without_torch(blocked: str) -> None:
     _check_doctor(doc)
     assert doc["packages"]["torch"] is None
     assert doc["device"] is None
+    assert set(doc["backends"]) == {"plain", "sdpa", "triton", "flash_attn"}
     assert not any(b["available"] for b in doc["backends"].values())
     missing = {m["name"]: m for m in doc["missing"]}
     assert "pip install" in missing["torch"]["fix"]
@@ -344,6 +345,14 @@ def test_other_commands_say_that_torch_is_missing(argv: list[str]) -> None:
     error = json.loads(done.stdout)["error"]
     assert "torch" in error["message"]
     assert error["hint"]
+
+
+@pytest.mark.parametrize("argv", [["run", "notebook.ipynb", "--out", "x", "--json"], ["run", "--help"]], ids=" ".join)
+def test_running_notebooks_without_what_it_needs_says_so(argv: list[str]) -> None:
+    done = _python(BLOCK, "psutil", *argv)
+    assert "psutil" in done.stdout
+    assert done.returncode == (0 if "--help" in argv else 2), done.stderr
+    assert "example" in done.stdout if "--help" in argv else "pdlab doctor" in json.loads(done.stdout)["error"]["hint"]
 
 
 def test_the_light_commands_never_load_torch() -> None:
