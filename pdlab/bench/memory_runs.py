@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ from pdlab.bench.records import Recorder
 from pdlab.core.config import EngineConfig
 from pdlab.core.plan import KVOp
 from pdlab.engine.engine import Engine
-from pdlab.workloads.generators import CONVERSATION, all_at_once, lognormal, make
+from pdlab.hardware.timing import summarize
+from pdlab.workloads.generators import CONVERSATION, all_at_once, fixed, lognormal, make
 from pdlab.workloads.replay import Outcome, replay
 from pdlab.workloads.workload import Workload
 
@@ -52,13 +53,30 @@ def with_shared_prefixes(workload: Workload, groups: int, tokens: int) -> Worklo
     return Workload(f"{workload.name}_shared_prefixes", items, workload.seed, workload.clients)
 
 
+def equals(clients: int, prompt: int, answer: int) -> Workload:
+    """As many equal requests as run at once: whatever the memory's layout, all schemes run the very same steps."""
+    items = make("equal_requests", clients, all_at_once(), fixed(prompt), fixed(answer), seed=0)
+    return Workload("equal_requests", items, 0, clients)
+
+
+def shortened(workload: Workload, by: int) -> Workload:
+    """The same requests with all lengths divided by `by`, for measuring in less time."""
+    if by == 1:
+        return workload
+    items = (
+        replace(item, prompt_tokens=max(1, item.prompt_tokens // by), max_tokens=max(1, item.max_tokens // by))
+        for item in workload
+    )
+    return Workload(f"{workload.name}_by_{by}", items, workload.seed, workload.clients)
+
+
 @contextmanager
 def real_engine(loaded: Any, config: EngineConfig) -> Iterator[Engine]:
-    """An engine on the loaded model, its decode graphs captured."""
+    """An engine on the loaded model, its decode graphs captured: the greedy ones, which is how made-up prompts go on."""
     from pdlab.llm import LLM
 
     with LLM(loaded, config) as llm:
-        llm.engine.executor.capture_graphs()  # type: ignore[attr-defined]
+        llm.engine.executor.capture_graphs(("greedy",))  # type: ignore[attr-defined]
         yield llm.engine
 
 
@@ -81,6 +99,7 @@ def recorder_for(ctx: Context, device: str) -> Recorder:
         return ctx.record
     other = Recorder(ctx.record.experiment, device, seed=ctx.record.seed, command=ctx.record.command)
     other.roots, other.gpu_index, other.run_id = ctx.record.roots, None, ctx.record.run_id
+    ctx.record.beside.append(other)
     return other
 
 
@@ -99,10 +118,12 @@ def watch_ops(engine: Engine) -> list[KVOp]:
     return seen
 
 
-def play(engine: Engine, workload: Workload, *, warm: int = 0) -> Outcome:
-    """Replays the workload, after the first `warm` of its requests as a rehearsal that is not counted."""
+def play(engine: Engine, workload: Workload, *, warm: int | Workload = 0) -> Outcome:
+    """Replays the workload, after the first `warm` of its requests, or other ones, as a rehearsal that is not counted and
+    leaves no prefix to be found."""
     if warm:
-        replay(engine, workload.head(warm), seed=1)
+        replay(engine, workload.head(warm) if isinstance(warm, int) else warm, seed=1)
+        engine.allocator.drop_prefixes()
     outcome = replay(engine, workload, keep=True)
     engine.allocator.check()
     return outcome
@@ -121,3 +142,18 @@ def report(
     record.add("waste_internal", waste.internal, "percent", n=outcome.steps, params=params, **shared)
     record.add("waste_external", waste.external, "percent", n=outcome.steps, params=params, **shared)
     record.add("preemptions", outcome.preemptions, "count", params=params, **shared)
+
+
+def report_equal(
+    record: Recorder, outcomes: Sequence[Outcome], *, variant: str, params: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """throughput, and the time of a step in which all of these requests decode, of several replays of equal requests."""
+    steps = [
+        1e3 * (row.t_end - row.t_start)
+        for outcome in outcomes
+        for row in outcome.trace or ()
+        if not row.prefill_tokens and row.decode_count == params["concurrency"]
+    ]
+    shared: dict[str, Any] = {"variant": variant, "params": params, "settings": settings}
+    record.add("throughput", summarize([o.throughput for o in outcomes], "req/s"), **shared)
+    record.add("decode_step", summarize(steps, "ms"), **shared)

@@ -5,7 +5,8 @@
     throughput   requests a second
 
 A chat has `turns` turns; each prompt is the system prompt, all earlier questions and answers, and a new question. A client
-sends a turn when the last was answered. The variants are `reuse` and `none`: the same requests, the same memory.
+sends a turn when the last was answered. The variants are `reuse` and `none`: the same requests, the same memory. On a GPU two
+short turns say how many turns the time allows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 NAME = "prefix_reuse"
 HELP = "first-token latency and throughput of chats with and without reuse of what memory still holds"
 
+SIMULATES = True
 SIMULATED = {"nvidia-h200": "llama-3-8b", "nvidia-a100-sxm4-40gb": "llama-2-7b"}
 
 
@@ -47,8 +49,11 @@ def chats(clients: int, per_client: int, turns: int, seed: int, *, system: int =
     return Workload("chat", items, seed, clients)
 
 
-def hit_rate(engine: Engine, workload: Workload) -> tuple[Outcome, float]:
-    """The replay, and the percentage of its prompt tokens that were found in memory."""
+def hit_rate(engine: Engine, workload: Workload, warm: int | Workload = 0) -> tuple[Outcome, float]:
+    """The replay, and the percentage of its prompt tokens that were found in memory; see memory_runs.play for `warm`."""
+    if warm:
+        play(engine, workload.head(warm) if isinstance(warm, int) else warm)
+        engine.allocator.drop_prefixes()
     found = 0
     scheduler = engine.scheduler
     admit = scheduler.admit
@@ -65,43 +70,76 @@ def hit_rate(engine: Engine, workload: Workload) -> tuple[Outcome, float]:
     return outcome, 100 * found / max(1, outcome.prompt_tokens)
 
 
+CLIENTS, ROUNDS, TURNS = 64, 2, 6
+
+
 def run(ctx: Context) -> None:
-    clients, per_client, turns = (64, 2, 6) if ctx.full else (8, 1, 3)
+    """On a GPU the model first: simulating needs none and can be done elsewhere."""
+    parts = (_measure, _simulate) if ctx.device.startswith("cuda") else (_simulate, _measure)
+    for part in parts:
+        if ctx.measures if part is _measure else ctx.simulates:
+            part(ctx)
+
+
+def _simulate(ctx: Context) -> None:
+    workload = chats(CLIENTS, ROUNDS, TURNS, ctx.seed) if ctx.full else chats(8, 1, 3, ctx.seed)
     for device, model in SIMULATED.items():
         if ctx.full or device != "nvidia-h200":
             with recorder_for(ctx, device) as record:
                 for reuse in (False, True):
+                    if ctx.left() <= 0:
+                        return
                     config = EngineConfig(executor="simulated", simulated_device=device, prefix_reuse=reuse)
                     with simulated_engine(f"random:{model}", config) as engine:
-                        workload = chats(clients, per_client, turns, ctx.seed)
                         _report(ctx, record, engine, workload, model, reuse, "simulated")
-    _measure(ctx, clients, per_client, turns)
 
 
-def _measure(ctx: Context, clients: int, per_client: int, turns: int) -> None:
+def _measure(ctx: Context) -> None:
     from pdlab.models.loading import load
 
-    model = SIMULATED["nvidia-h200"] if ctx.full and ctx.device.startswith("cuda") else "llama-tiny"
-    workload = chats(clients, per_client, turns, ctx.seed)
-    if model == "llama-tiny":
-        workload = chats(4, 1, 3, ctx.seed, system=48, scale=0.1)
+    full = ctx.full and ctx.device.startswith("cuda")
+    model, clients = (SIMULATED["nvidia-h200"], CLIENTS) if full else ("llama-tiny", 4)
     loaded = load(f"random:{model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
-    for reuse in (False, True):
+
+    def config(reuse: bool) -> EngineConfig:
+        longest = min(loaded.config.max_context, 8192)
+        return EngineConfig(
+            device=ctx.device, dtype=ctx.dtype, prefix_reuse=reuse, max_batch_requests=clients, max_model_len=longest
+        )
+
+    short = chats(clients, 1, 2, ctx.seed, system=48, scale=0.1)
+    workload = _affordable(ctx, loaded, config(True), short) if full else chats(clients, 1, 3, ctx.seed, system=48, scale=0.1)
+    for reuse in (True, False):
         if ctx.left() <= 0:
             return
-        config = EngineConfig(
-            device=ctx.device,
-            dtype=ctx.dtype,
-            prefix_reuse=reuse,
-            max_batch_requests=clients,
-            max_model_len=min(loaded.config.max_context, 8192),
-        )
-        with real_engine(loaded, config) as engine:
-            _report(ctx, ctx.record, engine, workload, model, reuse, "measured")
+        with real_engine(loaded, config(reuse)) as engine:
+            _report(ctx, ctx.record, engine, workload, model, reuse, "measured", short)
+    ctx.record.flush()
 
 
-def _report(ctx: Context, record: Any, engine: Engine, workload: Workload, model: str, reuse: bool, kind: str) -> None:
-    outcome, hits = hit_rate(engine, workload)
+def _affordable(ctx: Context, loaded: Any, config: EngineConfig, short: Workload) -> Workload:
+    """The most turns that both variants can serve in the time that is left, judged by short ones; two at least."""
+    clients = config.max_batch_requests
+
+    def work(w: Workload) -> float:  # a token of an answer costs about as much as six of a prompt
+        return sum(item.prompt_tokens + 6.0 * item.max_tokens for item in w)
+
+    with real_engine(loaded, config) as engine:
+        play(engine, short)  # compiles
+        rate = work(short) / play(engine, short, warm=short).seconds
+    for rounds, turns in ((ROUNDS, TURNS), (1, TURNS), (1, 4), (1, 3), (1, 2)):
+        workload = chats(clients, rounds, turns, ctx.seed)
+        seconds = work(workload) / rate
+        if 2 * seconds <= 0.6 * ctx.left():
+            break
+    ctx.say(f"  {rounds} chats of {turns} turns for each of {clients} clients: about {seconds:.0f} s each way")
+    return workload
+
+
+def _report(
+    ctx: Context, record: Any, engine: Engine, workload: Workload, model: str, reuse: bool, kind: str, warm: int | Workload = 0
+) -> None:
+    outcome, hits = hit_rate(engine, workload, warm)
     variant = "reuse" if reuse else "none"
     params = {"model": model, "concurrency": workload.clients, "workload": workload.name, "requests": len(workload)}
     shared: dict[str, Any] = {"variant": variant, "kind": kind}

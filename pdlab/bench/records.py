@@ -283,6 +283,7 @@ class Recorder:
         self.rows: list[Row] = []
         self.provenance: dict[str, dict[str, Any]] = {}
         self.files: list[Path] = []
+        self.beside: list[Recorder] = []  # of the same run, for other devices that it simulated
         self._written = 0
         self._state: dict[str, Any] = {}
         self._state_at = 0.0

@@ -33,6 +33,7 @@ class Context:
     record: Recorder
     budget_s: float
     seed: int = 0
+    only: str | None = None  # "measured" or "simulated": leave out the other
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
     started: float = field(default_factory=time.monotonic)
 
@@ -48,6 +49,14 @@ class Context:
     @property
     def full(self) -> bool:
         return self.profile == "full"
+
+    @property
+    def measures(self) -> bool:
+        return self.only != "simulated"
+
+    @property
+    def simulates(self) -> bool:
+        return self.only != "measured"
 
     def left(self) -> float:
         """Seconds of the budget that are left; a suite ends, or skips what remains, when this is not positive."""
@@ -104,18 +113,26 @@ def run(
     out: Path | None = None,
     budget_s: float | None = None,
     seed: int = 0,
+    only: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> tuple[Outcome, Recorder]:
-    """Runs one suite. What was measured is written even when it is interrupted or fails."""
+    """Runs one suite. What was measured is written even when it is interrupted or fails.
+
+    `only`: "simulated" runs, at full size by default, what a suite simulates, which needs no GPU; "measured" leaves that out.
+    """
     module = load(name)
+    if only == "simulated" and not getattr(module, "SIMULATES", False):
+        raise ConfigError(f"{name} simulates nothing that it has not measured before", "leave out --only")
     machine = resolve_device(device)
-    profile = profile or machine.profile
+    profile = profile or ("full" if only == "simulated" else machine.profile)
     recorder = Recorder(name, machine.slug, record=record, out=out, seed=seed)
     extra: dict[str, Any] = {} if say is None else {"say": say}
     budget = DEFAULT_BUDGET_S[profile] if budget_s is None else budget_s
-    context = Context(machine, profile, recorder, budget, seed, **extra)
+    context = Context(machine, profile, recorder, budget, seed, only, **extra)
     with recorder:
         module.run(context)
     seconds = time.monotonic() - context.started
-    skipped = sum(r.status.startswith("skipped:") for r in recorder.rows)
-    return Outcome(name, seconds, len(recorder.rows), skipped, tuple(str(p) for p in recorder.files)), recorder
+    recorders = (recorder, *recorder.beside)
+    rows = [row for r in recorders for row in r.rows]
+    skipped = sum(row.status.startswith("skipped:") for row in rows)
+    return Outcome(name, seconds, len(rows), skipped, tuple(str(p) for r in recorders for p in r.files)), recorder

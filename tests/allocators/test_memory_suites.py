@@ -13,9 +13,18 @@ from pdlab.allocators import make_allocator
 from pdlab.allocators.paged import Paged
 from pdlab.bench import kv_allocators, kv_compaction, kv_operations, prefix_reuse, suites
 from pdlab.bench.memory_runs import LONGEST, conversation, with_shared_prefixes
+from pdlab.bench.records import Recorder
 from pdlab.core.config import ALLOCATORS, EngineConfig
-from pdlab.core.errors import AllocatorError
+from pdlab.core.errors import AllocatorError, ConfigError
+from pdlab.hardware.probe import resolve_device
+from pdlab.models.loading import load as load_model
 from pdlab.workloads.prompts import prompt_of
+
+
+def context(tmp_path: Path) -> suites.Context:
+    machine = resolve_device("cpu")
+    return suites.Context(machine, "smoke", Recorder("kv_allocators", machine.slug, out=tmp_path), 60.0, say=lambda line: None)
+
 
 SMALL = [kv_allocators.Load("llama-tiny", 6, 14, kv_allocators.small_talk, kv_tokens=512)]
 
@@ -33,12 +42,75 @@ def test_every_variant_is_measured_on_the_same_requests_and_the_same_memory(
     rows = rows_of("kv_allocators", tmp_path)
     assert all(row.status == "ok" and math.isfinite(row.median) for row in rows)
     points: dict[tuple[Any, ...], set[str]] = {}
+    equals = [row for row in rows if row.params["workload"] == "equal_requests"]
+    assert {(row.metric, row.variant) for row in equals} == {
+        (metric, variant) for metric in ("throughput", "decode_step") for variant in ("paged", "contiguous_pool")
+    }
     for row in rows:
+        if row in equals:
+            continue
         points.setdefault((row.metric, *sorted(row.params.items())), set()).add(row.variant)
     assert {frozenset(v) for v in points.values()} == {frozenset({"per_request", "contiguous_pool", "paged", "hybrid"})}
     waste = {row.variant: row.median for row in rows if row.metric == "waste_internal" and row.params["concurrency"] == 6}
     assert waste["per_request"] > waste["contiguous_pool"] > waste["paged"]
     assert all(row.median == 0 for row in rows if row.metric == "waste_external" and row.variant in ("paged", "hybrid"))
+
+
+def test_a_load_is_as_long_as_its_time_allows(tmp_path: Path) -> None:
+    """The probe runs; its clock is told, so that no timing decides."""
+    load = kv_allocators.Load("llama-tiny", 3, 4, kv_tokens=4096)
+    ctx = context(tmp_path)
+    loaded = load_model("random:llama-tiny", device="cpu", dtype="float32", seed=0)
+    chosen = {seconds: kv_allocators._fitted(ctx, loaded, load, seconds, fresh=False) for seconds in (1e9, 1e-9)}
+    assert chosen[1e9] == load
+    assert chosen[1e-9].by == 8
+    whole, part = (chosen[s].workload(0) for s in (1e9, 1e-9))
+    assert part.name == "azure_conversation_by_8"
+    assert [i.prompt_tokens // 8 or 1 for i in whole] == [i.prompt_tokens for i in part]
+    configs = [chosen[s].config("per_request") for s in (1e9, 1e-9)]
+    for name in ("max_model_len", "promised_output_tokens", "kv_capacity_tokens"):
+        assert getattr(configs[0], name) == 8 * getattr(configs[1], name), name
+
+
+def test_each_load_gets_its_share_of_the_time_and_says_what_there_was_no_time_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = [kv_allocators.Load("llama-tiny", 3, 4, kv_tokens=4096, share=s) for s in (3, 1, 0)]
+    given: list[float] = []
+
+    def fitted(ctx: Any, loaded: Any, load: Any, seconds: float, fresh: bool) -> Any:
+        given.append(seconds)
+        return kv_allocators.replace(load, by=64)
+
+    monkeypatch.setattr(kv_allocators, "real_loads", lambda full: loads)
+    monkeypatch.setattr(kv_allocators, "_at_full_size", lambda ctx: True)
+    monkeypatch.setattr(kv_allocators, "_compare_equals", lambda *args: None)
+    monkeypatch.setattr(kv_allocators, "PROBE", 64)
+    monkeypatch.setattr(kv_allocators, "_fitted", fitted)
+    monkeypatch.setattr(suites.Context, "left", lambda self: 8.0)
+    ctx = context(tmp_path)
+    kv_allocators._measure_all(ctx)
+    assert given == [6, 8, 8]
+    assert {row.variant for row in ctx.record.rows} == {*kv_allocators.SCHEMES, *kv_allocators.PAGE_SIZES}
+    monkeypatch.setattr(suites.Context, "left", lambda self: 0.0)
+    late = context(tmp_path)
+    kv_allocators._measure_all(late)
+    assert {row.status for row in late.record.rows} == {"skipped:the time budget ran out"}
+    assert len(late.record.rows) == 2 * len(kv_allocators.SCHEMES)
+
+
+def test_what_is_simulated_alone_is_all_that_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_allocators, "SIMULATED", {"nvidia-h200": "llama-3-8b"})
+    monkeypatch.setattr(kv_allocators, "simulated_loads", lambda full, model: [kv_allocators.Load(model, 4, 6)])
+    outcome, record = suites.run(
+        "kv_allocators", device="cpu", out=tmp_path, budget_s=60, only="simulated", say=lambda line: None
+    )
+    assert record.rows == []
+    assert {row.kind for other in record.beside for row in other.rows} == {"simulated"}
+    assert outcome.rows == sum(len(other.rows) for other in record.beside) > 0
+    assert [p.relative_to(tmp_path).as_posix() for p in map(Path, outcome.files)] == ["nvidia-h200/kv_allocators.csv"]
+    with pytest.raises(ConfigError, match="simulates nothing"):
+        suites.run("kv_operations", device="cpu", out=tmp_path, only="simulated")
 
 
 def test_the_simulated_article_shows_paging_ahead_when_memory_is_short() -> None:
