@@ -6,6 +6,7 @@ import copy
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,49 @@ def test_recording_a_run_writes_the_rows_and_the_manifest(tmp_path: Path, monkey
     (written,) = json.loads((tmp_path / "notebooks" / "manifest.json").read_text())["notebooks"]
     numbers = {"seconds": {"smoke": 21}, "memory_bytes": {"smoke": 2**28}, "measured_on": {"smoke": "cpu-test"}}
     assert written == entry | numbers
+
+
+# --- the executed copies -------------------------------------------------------------------------------------------------
+
+sys.path.insert(0, str(ROOT.parent / "docs"))
+import executed_copies  # noqa: E402
+
+KEPT = sorted(executed_copies.KEPT.glob("*/*.html"))
+
+
+@pytest.mark.parametrize("page", KEPT, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_a_kept_page_is_small_names_no_machines_paths_and_its_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.encode()) < executed_copies.MAX_BYTES
+    assert not executed_copies.machine_paths(text)
+    links = re.findall(r'(?:href|src)="([^"#]+)', text)
+    near = [link for link in links if not re.match(r"https?:|data:", link)]
+    assert near
+    assert not [link for link in near if not (page.parent / link).exists()]
+    assert f"{page.stem}.ipynb" in {path.name for path in SERIES}
+
+
+def test_the_readme_links_every_kept_page() -> None:
+    text = (ROOT.parent / "README.md").read_text(encoding="utf-8")
+    assert KEPT
+    assert not [page for page in KEPT if f"({page.relative_to(ROOT.parent).as_posix()})" not in text]
+
+
+def test_keeping_a_page_mends_its_links_and_refuses_a_machines_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executed_copies, "KEPT", tmp_path / "docs" / "executed")
+    rows = [{"notebook": f"notebooks/{n}.ipynb", "status": "ok", "output": f"{n}-1.ipynb"} for n in ("00_a", "01_b", "02_c")]
+    (tmp_path / "results.json").write_text(json.dumps(rows))
+    (tmp_path / "machine.json").write_text('{"slug": "gpu-x"}')
+    links = "".join(f'<a href="index.html#{n}"></a>' for n in ("00_a", "01_b", "02_c"))
+    for name in ("00_a", "01_b", "02_c"):
+        (tmp_path / f"{name}-1.html").write_text('<a href="index.html">Report</a>' + links)
+    first, _ = executed_copies.keep(tmp_path, ["00", "01"])
+    assert re.findall('href="(.*?)"', first.read_text()) == [
+        "../../../README.md", "#", "01_b.html", "../../../notebooks/02_c.ipynb",
+    ]  # fmt: skip
+    (tmp_path / "02_c-1.html").write_text('File "/home/someone/x.py"')
+    with pytest.raises(SystemExit, match=r"/home/someone/x\.py"):
+        executed_copies.keep(tmp_path, ["02"])
 
 
 # --- every rule can be broken ---------------------------------------------------------------------------------------------

@@ -21,13 +21,21 @@ def _time(entry: dict[str, Any]) -> str:
     return "; ".join(f"{profile} {s:.0f} s ({where.get(profile, 'not said where')})" for profile, s in seconds.items()) or "–"
 
 
+def executed(file: str) -> list[str]:
+    """Markdown links, from a notebook's folder, to the pages that are kept of a notebook's runs, one a device."""
+    root = checkout_dir()
+    pages = sorted((root / "docs" / "executed").glob(f"*/{file.removesuffix('.ipynb')}.html")) if root else []
+    return [f"[{page.parent.name}](../docs/executed/{page.parent.name}/{page.name})" for page in pages]
+
+
 def contents() -> Any:
-    """Markdown: number, title with its link, goal, claims, time measured, hardware."""
+    """Markdown: number, title with its link, goal, claims, time measured, hardware; beside the title the kept pages."""
     from IPython.display import Markdown
 
     lines = ["| | notebook | what you will see | claims | time | needs |", "|---|---|---|---|---|---|"]
     for e in entries():
-        link = f"[{e['title']}]({e['file']})"
+        link, pages = f"[{e['title']}]({e['file']})", executed(e["file"])
+        link += f" (executed: {', '.join(pages)})" if pages else ""
         lines.append(
             f"| {e['file'][:2]} | {link} | {e['goal']} | {', '.join(e['claims']) or '–'} | {_time(e)} | {e['hardware']} |"
         )

@@ -81,6 +81,7 @@ def render(content: str, result: Result) -> str:
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(nb)
     # links to other notebooks lead to their place in the report; a page may be read before theirs exists
     body = re.sub(r'href="(?:\.\./)?(?:\w+/)?(\w+)\.ipynb(?:#[^"]*)?"', r'href="index.html#\1"', body)
+    body = re.sub(r'<a href="\.\./docs/[^"]*">(.*?)</a>', r"\1", body)  # a report may lie anywhere, also far from docs/
     stem = Path(result.notebook).stem
     settings = " · ".join(f"{name}={value}" for name, value in result.params.items())
     head = f'<p class="soft"><a href="index.html">Report</a> · {html.escape(stem)} · {result.seconds:.0f} s'

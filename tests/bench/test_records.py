@@ -45,24 +45,6 @@ def _row(value: float = 1.5, **changes: object) -> Row:
     return Row(**(base | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("argv", "command"),
-    [
-        (["/venv/bin/pdlab", "bench", "ceilings"], "pdlab bench ceilings"),
-        (["/src/pdlab/__main__.py", "bench", "ceilings"], "pdlab bench ceilings"),
-        (["/lib/ipykernel_launcher.py", "-f", "/tmp/kernel.json"], "python"),
-        (["/elsewhere/__main__.py", "-q"], "python"),
-        ([""], "python"),
-    ],
-)
-def test_provenance_holds_our_command_line_and_no_other_programs(
-    monkeypatch: pytest.MonkeyPatch, argv: list[str], command: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(records, "_named", None)
-    assert records.snapshot()["command"] == command
-
-
 def test_the_columns_are_the_format() -> None:
     assert ",".join(tables.COLUMNS) == FORMAT
 

@@ -167,6 +167,10 @@ def test_the_contents_list_every_notebook_with_its_measured_time(monkeypatch: py
     )
     monkeypatch.setattr(series, "checkout_dir", lambda: tmp_path)
     assert "| 07 | [X](07_x.ipynb) | g | F1 | smoke 31 s (cpu-x) | any |" in series.contents().data
+    kept = tmp_path / "docs" / "executed" / "gpu-y" / "07_x.html"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("")
+    assert "[X](07_x.ipynb) (executed: [gpu-y](../docs/executed/gpu-y/07_x.html)) |" in series.contents().data
     monkeypatch.setattr(series, "checkout_dir", lambda: None)
     assert "manifest" in series.contents().data
 

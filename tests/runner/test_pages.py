@@ -51,6 +51,14 @@ def test_links_to_other_notebooks_lead_into_the_report() -> None:
     assert 'href="index.html#01_a"' in page
 
 
+def test_links_to_kept_pages_are_words_in_a_report_that_may_lie_anywhere() -> None:
+    page = shown(
+        v4.new_markdown_cell("executed: [gpu-x](../docs/executed/gpu-x/02_next.html), [gpu-y](../docs/executed/y.html)")
+    )
+    assert "../docs/" not in page
+    assert "executed: gpu-x, gpu-y" in page
+
+
 def test_a_notebook_that_failed_says_so_first() -> None:
     failing = v4.new_code_cell("1/0", outputs=[v4.new_output("error", ename="E", evalue="e", traceback=["E: e"])])
     page = shown(failing, status="failed", error="cell 1: <E>: e")
