@@ -111,12 +111,14 @@ def test_recording_a_run_writes_the_rows_and_the_manifest(tmp_path: Path, monkey
     more = [row | {"notebook": "other.ipynb", "key": "l"}, row | {"status": "failed", "seconds": 9.0, "key": "m"}]
     run = [r | {"peak_memory_bytes": 2**28, "error": None, "output": None} for r in [row, *more]]
     (tmp_path / "results.json").write_text(json.dumps(run))
-    (tmp_path / "machine.json").write_text('{"slug": "cpu-test"}')
+    (tmp_path / "machine.json").write_text('{"slug": "cpu-test", "provenance": {"torch": "of the run"}}')
     monkeypatch.setattr(records, "target_root", lambda record=False: tmp_path / "data" / "measurements")
     assert recording.record(tmp_path, tmp_path) == ["01_x"]
     (written,) = json.loads((tmp_path / "notebooks" / "manifest.json").read_text())["notebooks"]
     numbers = {"seconds": {"smoke": 21}, "memory_bytes": {"smoke": 2**28}, "measured_on": {"smoke": "cpu-test"}}
     assert written == entry | numbers
+    (kept,) = json.loads((tmp_path / "data" / "measurements" / "cpu-test" / "provenance.json").read_text()).values()
+    assert (kept["torch"], kept["command"]) == ("of the run", "pdlab run --profile smoke")
 
 
 # --- the executed copies -------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """notebooks/manifest.json and the last measured run: `python -m pdlab.runner.manifest runs/latest` records one.
 
-The run's times and memory become rows of the experiment `notebooks`, with provenance, and the manifest's numbers are those
-rows' (a test compares the two). Titles, goals, claims and hardware in the manifest are written by hand.
+The run's times and memory become rows of the experiment `notebooks`, with the provenance of the machine that ran it (which
+need not be the one that records), and the manifest's numbers are those rows' (a test compares the two). Titles, goals, claims
+and hardware in the manifest are written by hand.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def record(out: Path, root: Path) -> list[str]:
     from pdlab.bench.records import Recorder
 
     try:
-        device = json.loads((out / "machine.json").read_text(encoding="utf-8"))["slug"]
+        machine = json.loads((out / "machine.json").read_text(encoding="utf-8"))
+        device = machine["slug"]
     except (OSError, ValueError, KeyError):
         raise NotebookError(f"{str(out)!r} holds no finished batch", "run one first: make run") from None
     path = root / "notebooks" / "manifest.json"
@@ -55,6 +57,8 @@ def record(out: Path, root: Path) -> list[str]:
             of = {"notebook": Path(row["notebook"]).stem, "profile": row["profile"]}
             rows.add("time", 1e3 * row["seconds"], "ms", params=of)
             rows.add("peak_memory", float(row["peak_memory_bytes"] or 0), "bytes", params=of)
+        for state in rows.provenance.values():
+            state.update(machine.get("provenance") or {}, command=rows.command)
     for stem, entry in entries.items():
         found = measured(stem, root / "data" / "measurements")
         for name in ("seconds", "memory_bytes"):

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pdlab import __version__
+from pdlab.bench.records import snapshot
 from pdlab.core.errors import NotebookError, PdlabError
 from pdlab.runner.batch import load_results, replace_text
 from pdlab.runner.notebook import versions
@@ -54,6 +55,8 @@ def write(out: Path, machine: dict[str, Any], rows: list[dict[str, Any]]) -> Pat
     body += f"<p>Notebooks: {', '.join(f'{n} {status}' for status, n in tally.items()) or 'none'}</p>"
     body += "".join(f"<section id='{anchor}'><h2>{title}</h2>{sections[title]}</section>" for title, anchor in anchors.items())
     replace_text(out / "index.html", page("pdlab report", body, REPORT_CSS))
+    if "provenance" not in machine:  # else this report is written anew, perhaps on another machine
+        machine["provenance"] = snapshot(gpu_index=None if str(machine.get("device", "cpu")).startswith("cpu") else 0)
     replace_text(out / "machine.json", json.dumps(machine, indent=1) + "\n")
     return out / "index.html"
 
