@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py
 	fi; \
 	echo "torch build: $$want"; \
 	if [ "$$want" = cpu ]; then \
-	  $(PIP) install --quiet --retries 1 --timeout 30 --no-deps --index-url "$(TORCH_CPU_INDEX)" -c constraints.txt torch || \
+	  $(PIP) install --quiet --retries 1 --timeout 30 --no-deps --index-url "$(TORCH_CPU_INDEX)" -c constraints.txt torch 2>/dev/null || \
 	  echo "no CPU build at $(TORCH_CPU_INDEX); taking the package index's build of torch"; \
 	fi
 	$(PIP) install --quiet -c constraints.txt -e ".[lab,dev]"
