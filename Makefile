@@ -26,6 +26,7 @@ run: $(STAMP)
 	$(BIN)/pdlab run --profile $(PROFILE) --out "$(OUT)" $(ARGS)
 
 test: check
+	@$(BIN)/pdlab model fetch $(MODEL) || echo "$(MODEL) cannot be fetched here: the tests that need it are skipped"
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile $(ARGS)
 
 check: $(STAMP)
