@@ -18,7 +18,7 @@ from pdlab.costs.interface import Estimator
 from pdlab.scheduler.interface import Policy
 from pdlab.scheduler.policies import Lazily
 
-LATE_PART = 8  # the share of a step's budget that late prompts may fill is one in so many
+LATE_PART = 1 / 8  # the share of a step's budget that late prompts may fill while there is little of them
 MOST_GAP = 3  # per-token objectives between two tokens while a burst of prompts is served
 
 
@@ -53,8 +53,9 @@ class EarliestDeadline(Policy):
     2. a set of requests that can all be in time, earliest deadline first: the waiting ones are taken by deadline, and when
        the work taken no longer fits before the next deadline, the longest of them is left out (Moore 1968: no other choice
        leaves fewer late). Work is prefill seconds in steps of the usual budget, decodes and all;
-    3. those left out and those already late, shortest first: they use what the second group leaves of a step, up to an
-       eighth of its budget, so that whoever arrives meanwhile finds a short step.
+    3. those left out and those already late, shortest first: they use what the second group leaves of a step, up to a
+       share of its budget, so that whoever arrives meanwhile finds a short step. The share is an eighth while they are few
+       and grows with their work, to the whole budget when that is half of `patience`: they never pile up.
 
     When the second group holds more than a step's prompts, a step is given to prompts alone (`holds_decodes`), so long as
     every stream stays on its schedule (see next_token_due) and no gap between two tokens exceeds MOST_GAP objectives.
@@ -68,6 +69,7 @@ class EarliestDeadline(Policy):
     def __init__(self, ttft_s: float, per_token_s: float, patience_s: float, step_tokens: int) -> None:
         self.ttft_s, self.per_token_s, self.patience_s, self.step_tokens = ttft_s, per_token_s, patience_s, step_tokens
         self._late: set[int] = set()
+        self._late_tokens = 1  # of a step, for all of them together
         self._times: tuple[float, float, float] = math.nan, 0.0, 0.0  # when step_times was asked, and its answer
         self._ordered_at, self._held_at = math.nan, math.nan  # when order and holds_decodes were last asked, and said yes
 
@@ -106,6 +108,8 @@ class EarliestDeadline(Policy):
         late += [(seconds, arrival, number, r) for _, arrival, number, r, seconds in hopeful if number in dropped]
         aged.sort(key=lambda r: (r.arrival_s, r.request_id))
         self._late = {number for _, _, number, _ in late}
+        share = min(1.0, max(LATE_PART, sum(seconds for seconds, *_ in late) / (0.5 * self.patience_s)))
+        self._late_tokens = max(1, int(share * self.step_tokens))
         order = aged + in_time + [r for _, _, _, r in sorted(late)]
         return order, Lazily(lambda: sorted(running, key=self._ahead, reverse=True))
 
@@ -148,7 +152,7 @@ class EarliestDeadline(Policy):
 
     def chunk(self, request: Request, left: int, used: int) -> int:
         if request.request_id in self._late:
-            return max(0, min(left, max(1, self.step_tokens // LATE_PART) - used))
+            return max(0, min(left, self._late_tokens - used))
         # prompts alone are as quick in short steps, and whose prompt is complete need not wait for the others'
         held = self._held_at == self._ordered_at
         return max(0, min(left, max(1, self.step_tokens // 2) - used)) if held else left
