@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
 
 from pdlab.core.errors import ConfigError
 from pdlab.core.plan import PlanShape
@@ -162,32 +161,7 @@ def step_bytes(cfg: ModelConfig, shape: PlanShape, itemsize: int) -> OpCosts:
     )
 
 
-def op_table(cfg: ModelConfig, shape: PlanShape, itemsize: int) -> list[dict[str, Any]]:
-    """One row an operation: operation, calls, flops, bytes, intensity (FLOPs a byte), flops_share, bytes_share."""
-    flops, moved = step_flops(cfg, shape), step_bytes(cfg, shape, itemsize)
-    rows = []
-    for name in OPERATIONS:
-        f, b = getattr(flops, name), getattr(moved, name)
-        rows.append(
-            {
-                "operation": name,
-                "calls": 1 if name in ("embedding", "projection_sample") else cfg.num_layers,
-                "flops": f,
-                "bytes": b,
-                "intensity": f / b if b else 0.0,
-                "flops_share": f / flops.total if flops.total else 0.0,
-                "bytes_share": b / moved.total if moved.total else 0.0,
-            }
-        )
-    return rows
-
-
 def attention_flops(batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool = True) -> float:
     """FLOPs of one attention call. Causal: the queries are the last `queries` of `keys` positions."""
     pairs = queries * keys - queries * (queries - 1) // 2 if causal else queries * keys
     return 4.0 * batch * heads * head_dim * pairs
-
-
-def attention_bytes(batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, itemsize: int) -> float:
-    """Fewest bytes of one attention call: Q and the output once, K and V once."""
-    return float(batch * head_dim * itemsize * (2 * heads * queries + 2 * kv_heads * keys))

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdlab.allocators import make_allocator
 from pdlab.allocators.interface import Allocator
@@ -47,18 +48,12 @@ class Live:
 
 @dataclass
 class Flight:
-    """A step between submit and commit, and what the trace row says of the moment it was submitted."""
+    """A step between submit and commit. `then`: what the trace row says of the moment when it was submitted."""
 
     plan: Plan
     handle: Handle
-    t_submit: float
     plan_s: float
-    waiting: int
-    running: int
-    preempted: int
-    pages_used: int
-    waste_internal: float
-    waste_external: float
+    then: dict[str, Any]
 
 
 class Engine:
@@ -185,20 +180,16 @@ class Engine:
     def submit(self, plan: Plan, started: float) -> Flight:
         s, memory = self.scheduler, self.allocator.stats()
         arriving = sum(p.new_tokens * p.repeat for p in (plan, *(f.plan for f in self.in_flight)))
-        plan_s = time.perf_counter() - started
-        t_submit = self.clock.now()
-        return Flight(
-            plan,
-            self.executor.submit(plan),
-            t_submit,
-            plan_s,
-            len(s.waiting),
-            len(s.running),
-            s.preempted_last,
-            memory.pages_used,
-            memory.waste_internal_with(arriving),
-            memory.waste_external,
-        )
+        then: dict[str, Any] = {
+            "waiting": len(s.waiting),
+            "running": len(s.running),
+            "preempted": s.preempted_last,
+            "pages_used": memory.pages_used,
+            "waste_internal": memory.waste_internal_with(arriving),
+            "waste_external": memory.waste_external,
+        }
+        plan_s, then["t_submit"] = time.perf_counter() - started, self.clock.now()
+        return Flight(plan, self.executor.submit(plan), plan_s, then)
 
     def commit_oldest(self) -> list[TokenEvent]:
         """Waits for the oldest step, takes in its tokens, ends what is complete, writes the trace row."""
@@ -306,7 +297,6 @@ class Engine:
         row = TraceRow(
             step=flight.plan.step,
             clock=self.clock.kind,
-            t_submit=flight.t_submit,
             t_start=result.t_start,
             t_end=result.t_end,
             prefill_tokens=shape.prefill_tokens,
@@ -314,14 +304,9 @@ class Engine:
             decode_count=shape.decode_count,
             kv_tokens=shape.decode_kv_tokens,
             pad_tokens=flight.plan.pad_tokens,
-            waiting=flight.waiting,
-            running=flight.running,
-            preempted=flight.preempted,
-            pages_used=flight.pages_used,
-            waste_internal=flight.waste_internal,
-            waste_external=flight.waste_external,
             host_s=flight.plan_s + commit_s,
             predicted_s=flight.plan.predicted_s,
+            **flight.then,
         )
         self.trace.append(row)
         self.estimator.observe(row, shape)

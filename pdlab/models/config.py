@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 MOST = (1 << 31) - 1  # of any size: kernels count in 32 bits
 
@@ -92,16 +91,6 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """K and V of one token over all layers: 2 · layers · KV heads · head_dim · itemsize."""
         return 2 * self.num_layers * self.kv_size * itemsize
-
-    def to_dict(self) -> dict[str, Any]:
-        from dataclasses import asdict
-
-        return asdict(self)

@@ -184,7 +184,7 @@ def test_recorded_rows_calibrate_a_device(tmp_path, monkeypatch):
         ms = 1e3 * data_sheet_cost(config_of("llama-2-7b"), "nvidia-a100-sxm4-40gb", "bfloat16")(
             shape
         )  # another device's times
-        row = Row("r", "t", "prefill_vs_decode", "ours", "latency", "ms", ms, ms, ms, 5, params=params)
+        row = Row("r", "2026-01-01T00:00:00Z", "prefill_vs_decode", "ours", "latency", "ms", ms, ms, ms, 5, params=params)
         lines.append(",".join('"' + c.replace('"', '""') + '"' for c in row.cells()))
     path.write_text("\n".join(lines) + "\n")
     cost = cost_model(config_of("llama-2-7b"), "nvidia-h200")
