@@ -159,8 +159,10 @@ def render_chat(template: str, messages: list[dict[str, str]], **variables: Any)
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    ok = isinstance(messages, list) and messages
-    if not ok or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
+    def whole(m: object) -> bool:
+        return isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") is not None
+
+    if not isinstance(messages, list) or not messages or not all(map(whole, messages)):
         raise InvalidRequest(f"messages={messages!r} is no conversation", 'use [{"role": "user", "content": "..."}]')
 
     def refuse(message: str) -> None:

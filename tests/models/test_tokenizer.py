@@ -107,7 +107,10 @@ def test_chatml_frames_each_message() -> None:
     assert BYTES.decode(BYTES.chat(HELLO)).startswith("<|im_start|>user\nHello")
 
 
-@pytest.mark.parametrize("messages", [[], "hi", [{"role": "user"}], ["hi"], None])
+@pytest.mark.parametrize(
+    "messages",
+    [[], "hi", [{"role": "user"}], ["hi"], None, [{"role": "user", "content": None}], [{"role": 5, "content": "hi"}]],
+)
 def test_what_is_no_conversation_is_refused(messages: object) -> None:
     with pytest.raises(InvalidRequest, match="role"):
         render_chat(CHATML, messages)  # type: ignore[arg-type]
