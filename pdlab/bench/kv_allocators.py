@@ -5,9 +5,10 @@ KV memory holds `kv_tokens` tokens. The service promises every request 1,024 tok
 room for that, though the median answer has 129. Every variant gets the same requests and the same bytes.
 
 On a GPU a model runs, each load in its share of the time: a short probe says how long the variants will take, and where that
-is too long all lengths, the promise and the memory are divided by 2, 4 or 8 (workload `azure_conversation_by_<n>`), so that
-every request still runs to its end. `equal_requests` are as many as run at once, all alike, so that paged and contiguous run
-the same steps; decode_step is what one of those takes.
+is too long all lengths, the promise and the memory are divided by 2, 4, 8 or 16 (`azure_conversation_by_<n>`), so that every
+request still runs to its end; waste is then not recorded, since pages are not divided. All variants run over one executor for
+pages and one for extents, half of the memory each. `equal_requests` are as many as run at once, all alike, so that paged and
+contiguous run the same steps; decode_step is what one of those takes.
 
 Everywhere the same engine is also simulated on an H200 (8B) and an A100 of 40 GB (7B, the article's card). Percentages are
 averages over time. waste_framework, on a GPU only, replays the pieces that per_request asks for through the caching allocator
@@ -16,20 +17,20 @@ of the tensor library.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pdlab.allocators.fragmentation import framework_waste
 from pdlab.bench.memory_runs import (
     LONGEST,
     PROMISED,
+    Pace,
     conversation,
+    engines_over,
     equals,
     play,
-    real_engine,
     recorder_for,
     report,
     report_equal,
@@ -42,7 +43,9 @@ from pdlab.bench.memory_runs import (
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import CapacityError
 from pdlab.core.plan import KVOp
-from pdlab.costs.formulas import itemsize_of
+from pdlab.costs.formulas import itemsize_of, weights_bytes
+from pdlab.costs.roofline import ceilings_for
+from pdlab.engine.engine import Engine
 from pdlab.models.catalogue import config_of
 from pdlab.workloads.replay import Outcome
 from pdlab.workloads.workload import Workload
@@ -57,7 +60,7 @@ SIMULATES = True
 SCHEMES = ("paged", "contiguous_pool", "per_request", "hybrid")
 PAGE_SIZES = {"paged_1": 1, "paged_256": 256}
 SIMULATED = {"nvidia-h200": "llama-3-8b", "nvidia-a100-sxm4-40gb": "llama-2-7b"}
-PROBE = 16  # what lengths are divided by to find out how long a load takes
+DIVISORS = (1, 2, 4, 8, 16)  # of all lengths, to save time
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,23 @@ class Load:
     make: Callable[[int, int, int], Workload] = conversation
     kv_tokens: int | None = None
     shared: int = 0  # tokens of a common beginning; with it prefixes are reused
-    share: float = 0.0  # of the measuring time, in proportion to the others'; 0: of what those leave
-    by: int = 1  # all lengths, and the memory, are divided by this
+    share: float = 1.0  # of the measuring time, in proportion to the others'
+    variants: tuple[str, ...] = SCHEMES
+    divisors: tuple[int, ...] = DIVISORS  # that lengths and memory may be divided by
+    by: int = 1  # the one that they are divided by
 
     def workload(self, seed: int) -> Workload:
         made = shortened(self.make(self.concurrency, self.requests, seed), self.by)
-        return with_shared_prefixes(made, 4, self.shared // self.by) if self.shared else made
+        return with_shared_prefixes(made, 4, self.shared // self.by, self.longest) if self.shared else made
+
+    def memory(self, there: int) -> int:
+        """Slots for this load where there are so many: no more than it can use."""
+        return min(there, self.concurrency * self.longest) if self.kv_tokens is None else self.kv_tokens // self.by
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer that one request may have."""
+        return 256 if self.make is small_talk else LONGEST // self.by
 
     def config(self, variant: str, **more: Any) -> EngineConfig:
         small = self.make is small_talk
@@ -85,9 +99,9 @@ class Load:
                 "page_size": PAGE_SIZES.get(variant, 16),
                 "max_batch_requests": self.concurrency,
                 "max_batch_tokens": 512 if small else 2048,
-                "max_model_len": 256 if small else LONGEST // self.by,
+                "max_model_len": self.longest,
                 "promised_output_tokens": 40 if small else PROMISED // self.by,
-                "kv_capacity_tokens": self.kv_tokens and self.kv_tokens // self.by,
+                "kv_capacity_tokens": self.kv_tokens,
                 "prefix_reuse": bool(self.shared),
                 **more,
             }
@@ -98,14 +112,14 @@ def real_loads(full: bool) -> list[Load]:
     """Most wanted first, but one model after the other."""
     if not full:
         return [Load("llama-tiny", 8, 24, small_talk, kv_tokens=512), Load("llama-tiny", 2, 8, small_talk, kv_tokens=512)]
-    tight = 64 << 10  # less than 100 of these requests need at once
+    tight = 64 << 10  # half of what 100 of these requests need at once
     return [
-        Load("llama-3-8b", 100, 160, share=3),
-        Load("llama-3-8b", 25, 50, share=2),
-        Load("llama-3-8b", 400, 480, share=4),
-        Load("llama-1b", 100, 160, share=2),
-        Load("llama-3-8b", 100, 160, kv_tokens=tight),
-        Load("llama-3-8b", 100, 160, kv_tokens=tight, shared=512),
+        Load("llama-3-8b", 100, 125, share=5),
+        Load("llama-3-8b", 25, 32, share=3),
+        Load("llama-3-8b", 400, 480, share=7),
+        Load("llama-3-8b", 100, 125, kv_tokens=tight, share=3),
+        Load("llama-3-8b", 100, 160, shared=512, kv_tokens=40_000, share=2, variants=("paged",), divisors=(1,)),
+        Load("llama-1b", 100, 125, share=6),
     ]
 
 
@@ -164,99 +178,131 @@ def _at_full_size(ctx: Context) -> bool:
 
 
 def _measure_all(ctx: Context) -> None:
-    """Each model is loaded once, and compared at equal batches behind its first load."""
     from pdlab.models.loading import load as load_model
 
-    full = _at_full_size(ctx)
-    loads = real_loads(full)
-    loaded: Any = None
-    done: list[Load] = []
-    for i, load in enumerate(loads):
-        if load.share == 0 and ctx.left() <= 0 and full:
-            return
-        fresh = loaded is None or loaded.config.name != config_of(f"random:{load.model}").name
-        if fresh and ctx.left() > 0:
-            loaded = None  # the old weights go before the new ones come
-            loaded = load_model(f"random:{load.model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
-        if full and ctx.left() > 0:
-            seconds = ctx.left() * (load.share / sum(later.share for later in loads[i:]) if load.share else 1)
-            load = _fitted(ctx, loaded, load, seconds, fresh)
-        _measure(ctx, loaded, load, SCHEMES)
-        done.append(load)
-        if i == 0:
-            _compare_equals(ctx, loaded, *((64, 512, 64) if full else (4, 24, 8)))
+    loads = real_loads(_at_full_size(ctx))
+    setup = 0.0  # seconds that the last model took before its first load
+    for name, group in groupby(loads, key=lambda load: load.model):
+        own = list(group)
+        model = config_of(f"random:{name}")
+        if weights_bytes(model, itemsize_of(ctx.dtype)) > 0.8 * ctx.machine.memory_bytes > 0:
+            for load in own:
+                _skip(ctx, load, load.variants, f"the weights of {name} leave no room on {ctx.machine.slug}")
+            continue
+        if ctx.left() <= setup / 2:
+            for load in own:
+                _skip(ctx, load, load.variants)
+            continue
+        before = ctx.left()
+        loaded = load_model(f"random:{name}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
+        share_of_others = sum(load.share for load in loads[loads.index(own[-1]) + 1 :])
+        setup = before - _measure_model(ctx, loaded, own, share_of_others)
+        del loaded  # these weights go before the next ones come
         ctx.record.flush()
-    if full and loaded is not None and loaded.config.name == config_of(f"random:{done[0].model}").name:
-        _measure(ctx, loaded, done[0], tuple(PAGE_SIZES))
 
 
-def _fitted(ctx: Context, loaded: Any, load: Load, seconds: float, fresh: bool) -> Load:
-    """The load with the longest requests that every variant can serve within `seconds`, judged by a short one of its kind.
-    Where the model is fresh, both kinds of memory are tried before, so that no kernel is compiled on anybody's time."""
-    from pdlab.engine.executor import kv_capacity
+def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others: float) -> float:
+    """All loads of one model; the seconds that were left when the first began. `share_of_others`: of the time, for later
+    models."""
+    full, pieces = _at_full_size(ctx), []
+    largest = replace(max(loads, key=lambda load: load.concurrency), kv_tokens=None)
+    config = largest.config("paged", device=ctx.device, dtype=ctx.dtype)
+    room = max(load.kv_tokens or 0 for load in loads)
+    if any(load.kv_tokens is None for load in loads):
+        from pdlab.engine.executor import kv_capacity
 
-    short = replace(load, by=PROBE)
-    for variant in ("contiguous_pool", "paged", "paged") if fresh else ("paged",):
-        config = short.config(variant, device=ctx.device, dtype=ctx.dtype)
-        began = time.perf_counter()
-        with real_engine(loaded, config) as engine:
-            probed = play(engine, short.workload(ctx.seed), warm=_rehearsal(load, ctx.seed)).seconds
-        each = time.perf_counter() - began - probed  # to make an engine, to rehearse, and to close it
-    fits = [by for by in (1, 2, 4, 8) if 1.15 * len(SCHEMES) * (each + probed * PROBE / by) <= seconds]
-    by = fits[0] if fits else 8
-    ctx.say(f"  {load.model}, {load.concurrency} requests: {each:.1f} s to begin, lengths by {by}: {probed * PROBE / by:.1f} s")
-    if by == 1:
-        return load
-    return replace(load, by=by, kv_tokens=load.kv_tokens or kv_capacity(load.config("paged"), loaded.model, LONGEST))
+        room = max(room, kv_capacity(config, loaded.model, largest.longest) * 9 // 20)  # graphs need memory too
+    owners = [config.with_(kv_allocator=v, kv_capacity_tokens=room) for v in SCHEMES[:2]]
+    with engines_over(loaded, owners) as make:
+        pace = _pace(ctx, make, replace(loads[0], by=DIVISORS[-1])) if full else None
+        begun = ctx.left()
+        for i, load in enumerate(loads):
+            if pace is not None:
+                shares = sum(later.share for later in loads[i:]) + share_of_others
+                fitted = _fitted(pace, load, ctx.left() * load.share / shares, ctx.seed)
+                if fitted is None:
+                    _skip(ctx, load, load.variants)
+                    continue
+                load = fitted
+            pieces += _measure(ctx, make, load, room)
+            if i == 0:
+                _compare_equals(ctx, make, load.model, *((64, 512, 32) if full else (4, 24, 8)))
+            ctx.record.flush()
+    for params, ops in pieces:
+        _framework(ctx, ops, loaded.config.kv_bytes_per_token(itemsize_of(ctx.dtype)), params)
+    return begun
 
 
-def _rehearsal(load: Load, seed: int) -> Workload:
-    """A few requests, short ones where the load's are long."""
-    return (load if load.make is small_talk else replace(load, by=PROBE)).workload(seed).head(16)
+def _pace(ctx: Context, make: Callable[[EngineConfig], Engine], short: Load) -> Pace:
+    """Compiles what both kinds of memory need, and says how fast the model is."""
+    outcome = None
+    for variant in ("contiguous_pool", "paged", "paged"):
+        outcome = play(make(short.config(variant, device=ctx.device, dtype=ctx.dtype)), short.workload(ctx.seed))
+    assert outcome is not None
+    model = config_of(f"random:{short.model}")
+    read = ceilings_for(ctx.machine.slug, ctx.dtype).read_bytes_per_s
+    pace = Pace.of(outcome, model.kv_bytes_per_token(itemsize_of(ctx.dtype)) / read)
+    ctx.say(f"  {short.model}: {1e6 * pace.prompt_token:.0f} us a prompt token, {1e3 * pace.step:.1f} ms a step")
+    return pace
 
 
-def _measure(ctx: Context, loaded: Any, load: Load, variants: tuple[str, ...]) -> None:
-    on_gpu, workload = ctx.device.startswith("cuda"), load.workload(ctx.seed)
+def _fitted(pace: Pace, load: Load, seconds: float, seed: int) -> Load | None:
+    """The load, its lengths divided by as little as lets every variant serve it within `seconds`; None where they may not be
+    divided and that takes longer."""
+    tried = [replace(load, by=by) for by in load.divisors]
+    last = tried[-1] if len(tried) > 1 else None
+    return next((x for x in tried if 1.1 * len(x.variants) * pace.seconds(x.workload(seed)) <= seconds), last)
+
+
+def _skip(ctx: Context, load: Load, variants: Sequence[str], why: str = "the time budget ran out") -> None:
+    params = _params(load, load.workload(ctx.seed), load.kv_tokens or 0)
     for variant in variants:
+        ctx.record.skip("throughput", "req/s", why, variant=variant, params=params)
+
+
+def _measure(
+    ctx: Context, make: Callable[[EngineConfig], Engine], load: Load, room: int
+) -> list[tuple[dict[str, Any], list[KVOp]]]:
+    """Rows of each variant; returns (params, operations) of those that ask the device for pieces of their own."""
+    workload, slots, pieces = load.workload(ctx.seed), load.memory(room), []
+    params = _params(load, workload, slots)
+    for i, variant in enumerate(load.variants):
         if ctx.left() <= 0:
-            asked = _params(load, workload, load.kv_tokens or 0)
-            ctx.record.skip("throughput", "req/s", "the time budget ran out", variant=variant, params=asked)
-            continue
-        config = load.config(variant, device=ctx.device, dtype=ctx.dtype)
-        ops: list[KVOp] = []
+            _skip(ctx, load, load.variants[i:])
+            break
+        config = load.config(variant, device=ctx.device, dtype=ctx.dtype, kv_capacity_tokens=slots)
         try:
-            with real_engine(loaded, config) as engine:
-                params = _params(load, workload, engine.executor.capacity())
-                if on_gpu and variant == "per_request":
-                    ops = watch_ops(engine)
-                outcome = play(engine, workload, warm=_rehearsal(load, ctx.seed))
+            engine = make(config)
         except CapacityError as error:
-            asked = _params(load, workload, load.kv_tokens or 0)
-            ctx.record.skip("throughput", "req/s", str(error), variant=variant, params=asked)
+            _skip(ctx, load, [variant], str(error))
             continue
-        report(ctx.record, outcome, variant=variant, kind="measured", params=params, settings=_settings(config))
-        if ops:
-            _framework(ctx, ops, loaded.config.kv_bytes_per_token(itemsize_of(ctx.dtype)), params)
+        ops = watch_ops(engine)
+        outcome = play(engine, workload, warm=0 if _at_full_size(ctx) else 8)
+        about: dict[str, Any] = {"kind": "measured", "params": params, "settings": _settings(config)}
+        report(ctx.record, outcome, variant=variant, waste=load.by == 1, **about)
+        if variant == "per_request" and ctx.device.startswith("cuda"):
+            pieces.append((params, ops))
         ctx.say(f"  {load.model}, {load.concurrency:>3} requests, {variant:<15} {outcome.throughput:8.2f} req/s")
+    return pieces
 
 
-def _compare_equals(ctx: Context, loaded: Any, batch: int, prompt: int, answer: int) -> None:
+def _compare_equals(
+    ctx: Context, make: Callable[[EngineConfig], Engine], model: str, batch: int, prompt: int, answer: int
+) -> None:
     """Paged beside contiguous, in turns, where the layout is all that differs."""
     if ctx.left() <= 0:
         return
-    load = Load(loaded.config.name.removeprefix("random:"), batch, batch, kv_tokens=2 * batch * (prompt + answer))
+    load = Load(model, batch, batch, kv_tokens=batch * (prompt + answer + 16))
     workload = equals(batch, prompt, answer)
-    config = {v: load.config(v, device=ctx.device, dtype=ctx.dtype, promised_output_tokens=None) for v in SCHEMES[:2]}
-    outcomes: dict[str, list[Outcome]] = {v: [] for v in config}
-    with ExitStack() as stack:
-        engines = {v: stack.enter_context(real_engine(loaded, c)) for v, c in config.items()}
-        for turn in range(4):
-            for variant, engine in engines.items():
-                outcome = play(engine, workload)
-                outcomes[variant] += [outcome] if turn else []  # the first is the rehearsal
+    configs = {v: load.config(v, device=ctx.device, dtype=ctx.dtype) for v in SCHEMES[:2]}
+    outcomes: dict[str, list[Outcome]] = {v: [] for v in configs}
+    for turn in range(3):
+        for variant, config in configs.items():
+            outcome = play(make(config), workload)
+            outcomes[variant] += [outcome] if turn else []  # the first is the rehearsal
     for variant, played in outcomes.items():
         params = _params(load, workload, load.kv_tokens or 0)
-        report_equal(ctx.record, played, variant=variant, params=params, settings=_settings(config[variant]))
+        report_equal(ctx.record, played, variant=variant, params=params, settings=_settings(configs[variant]))
     rate = {v: max(o.throughput for o in played) for v, played in outcomes.items()}
     ctx.say(f"  {batch} equal requests at once: paged at {rate['paged'] / rate['contiguous_pool']:.1%} of contiguous")
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pdlab.allocators.fragmentation import average_waste
 from pdlab.bench.records import Recorder
 from pdlab.core.config import EngineConfig
+from pdlab.core.errors import CapacityError
 from pdlab.core.plan import KVOp
 from pdlab.engine.engine import Engine
 from pdlab.hardware.timing import summarize
 from pdlab.workloads.generators import CONVERSATION, all_at_once, fixed, lognormal, make
 from pdlab.workloads.replay import Outcome, replay
-from pdlab.workloads.workload import Workload
+from pdlab.workloads.workload import Item, Workload
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
@@ -44,12 +47,14 @@ def short_and_long(clients: int, n: int, seed: int) -> Workload:
     return Workload("short_and_long", mixed, seed, clients)
 
 
-def with_shared_prefixes(workload: Workload, groups: int, tokens: int) -> Workload:
-    """Every request begins with one of `groups` equal prefixes of `tokens` tokens."""
-    items = (
-        replace(item, prompt_tokens=item.prompt_tokens + tokens, pieces=((i % groups, tokens),))
-        for i, item in enumerate(workload)
-    )
+def with_shared_prefixes(workload: Workload, groups: int, tokens: int, longest: int | None = None) -> Workload:
+    """Every request begins with one of `groups` equal prefixes of `tokens` tokens; its own prompt gives way to `longest`."""
+
+    def prompt(item: Item) -> int:
+        whole = item.prompt_tokens + tokens
+        return whole if longest is None else max(tokens, min(whole, longest - item.max_tokens))
+
+    items = (replace(item, prompt_tokens=prompt(item), pieces=((i % groups, tokens),)) for i, item in enumerate(workload))
     return Workload(f"{workload.name}_shared_prefixes", items, workload.seed, workload.clients)
 
 
@@ -60,14 +65,12 @@ def equals(clients: int, prompt: int, answer: int) -> Workload:
 
 
 def shortened(workload: Workload, by: int) -> Workload:
-    """The same requests with all lengths divided by `by`, for measuring in less time."""
-    if by == 1:
-        return workload
+    """The same requests with all lengths divided by `by`."""
     items = (
         replace(item, prompt_tokens=max(1, item.prompt_tokens // by), max_tokens=max(1, item.max_tokens // by))
         for item in workload
     )
-    return Workload(f"{workload.name}_by_{by}", items, workload.seed, workload.clients)
+    return workload if by == 1 else Workload(f"{workload.name}_by_{by}", items, workload.seed, workload.clients)
 
 
 @contextmanager
@@ -78,6 +81,66 @@ def real_engine(loaded: Any, config: EngineConfig) -> Iterator[Engine]:
     with LLM(loaded, config) as llm:
         llm.engine.executor.capture_graphs(("greedy",))  # type: ignore[attr-defined]
         yield llm.engine
+
+
+class Part:
+    """An executor of whose KV memory the first `slots` are used; it belongs to somebody else, who closes it."""
+
+    def __init__(self, executor: Any, slots: int) -> None:
+        self._executor, self._slots = executor, slots
+
+    def capacity(self) -> int:
+        return self._slots
+
+    def close(self) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
+@contextmanager
+def engines_over(loaded: Any, owners: Sequence[EngineConfig]) -> Iterator[Callable[[EngineConfig], Engine]]:
+    """Makes engines of any allocator over one executor for each kind of memory in `owners`, whose decode graphs are captured
+    once. One engine runs at a time; none may ask for more rows, tokens a step or memory than its owner has."""
+    from pdlab.engine.executor import EXTENT_ALLOCATORS
+
+    with ExitStack() as stack:
+        made = {config.kv_allocator in EXTENT_ALLOCATORS: stack.enter_context(real_engine(loaded, config)) for config in owners}
+
+        def engine(config: EngineConfig) -> Engine:
+            owner = made[config.kv_allocator in EXTENT_ALLOCATORS]
+            there = owner.executor.capacity()
+            if (slots := config.kv_capacity_tokens or there) > there:
+                raise CapacityError(f"a load wants {slots:,} slots of {there:,}", "run it on a device with more memory")
+            owner.executor.reset()
+            return Engine(config, owner.model, Part(owner.executor, slots), owner.estimator)
+
+        yield engine
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a model is, as far as it matters for saying how long a load will take. Seconds."""
+
+    prompt_token: float
+    step: float  # of decodes that hold little
+    kv_token: float  # more for each token that a step's decodes hold
+
+    @classmethod
+    def of(cls, outcome: Outcome, kv_token: float) -> Pace:
+        rows = [(r.t_end - r.t_start, r.prefill_tokens) for r in outcome.trace or ()]
+        prompts = [(seconds, n) for seconds, n in rows if n]
+        steps = sorted(seconds for seconds, n in rows if not n)
+        return cls(sum(s for s, _ in prompts) / sum(n for _, n in prompts), steps[len(steps) // 2], kv_token)
+
+    def seconds(self, workload: Workload) -> float:
+        """Of a closed loop in which all clients begin at once and few send a second request: the prompts, then steps in which
+        ever fewer answers are still growing."""
+        prompts, answers = np.array([(i.prompt_tokens, i.max_tokens) for i in workload]).T
+        growing = (answers[:, None] > np.arange(answers.max())).sum(0) * (workload.clients or len(answers)) / len(answers)
+        step = np.maximum(self.step, growing * self.prompt_token) + growing * prompts.mean() * self.kv_token
+        return float(prompts.sum() * self.prompt_token + 1.1 * step.sum())
 
 
 @contextmanager
@@ -130,18 +193,26 @@ def play(engine: Engine, workload: Workload, *, warm: int | Workload = 0) -> Out
 
 
 def report(
-    record: Recorder, outcome: Outcome, *, variant: str, kind: str, params: dict[str, Any], settings: dict[str, Any]
+    record: Recorder,
+    outcome: Outcome,
+    *,
+    variant: str,
+    kind: str,
+    params: dict[str, Any],
+    settings: dict[str, Any],
+    waste: bool = True,
 ) -> None:
-    """latency, throughput, waste and preemptions of one replay."""
+    """latency, throughput, preemptions and, where lengths are as they should be, waste of one replay."""
     shared: dict[str, Any] = {"variant": variant, "kind": kind, "settings": settings}
     for quantile in (50, 99):
         ms = outcome.end_to_end.quantile(quantile / 100) * 1e3
         record.add("latency", ms, "ms", n=outcome.end_to_end.n, params=params | {"quantile": quantile}, **shared)
     record.add("throughput", outcome.throughput, "req/s", n=outcome.complete, params=params, **shared)
-    waste = average_waste(outcome.trace or ())
-    record.add("waste_internal", waste.internal, "percent", n=outcome.steps, params=params, **shared)
-    record.add("waste_external", waste.external, "percent", n=outcome.steps, params=params, **shared)
     record.add("preemptions", outcome.preemptions, "count", params=params, **shared)
+    if waste:
+        found = average_waste(outcome.trace or ())
+        record.add("waste_internal", found.internal, "percent", n=outcome.steps, params=params, **shared)
+        record.add("waste_external", found.external, "percent", n=outcome.steps, params=params, **shared)
 
 
 def report_equal(

@@ -6,7 +6,7 @@
 
 A chat has `turns` turns; each prompt is the system prompt, all earlier questions and answers, and a new question. A client
 sends a turn when the last was answered. The variants are `reuse` and `none`: the same requests, the same memory. On a GPU two
-short turns say how many turns the time allows.
+short turns say how long the chats may be; `chat_by_2` has questions and answers half as long.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def chats(clients: int, per_client: int, turns: int, seed: int, *, system: int =
                     Item(0.0, prompt_tokens=sum(n for _, n in before), max_tokens=answer, kind="chat", pieces=tuple(before))
                 )
                 before.append((number + 1, answer))
-    return Workload("chat", items, seed, clients)
+    return Workload("chat" if scale == 1 else f"chat_by_{1 / scale:g}", items, seed, clients)
 
 
 def hit_rate(engine: Engine, workload: Workload, warm: int | Workload = 0) -> tuple[Outcome, float]:
@@ -118,7 +118,7 @@ def _measure(ctx: Context) -> None:
 
 
 def _affordable(ctx: Context, loaded: Any, config: EngineConfig, short: Workload) -> Workload:
-    """The most turns that both variants can serve in the time that is left, judged by short ones; two at least."""
+    """The longest chats that both variants can serve in the time that is left, judged by short ones."""
     clients = config.max_batch_requests
 
     def work(w: Workload) -> float:  # a token of an answer costs about as much as six of a prompt
@@ -127,12 +127,12 @@ def _affordable(ctx: Context, loaded: Any, config: EngineConfig, short: Workload
     with real_engine(loaded, config) as engine:
         play(engine, short)  # compiles
         rate = work(short) / play(engine, short, warm=short).seconds
-    for rounds, turns in ((ROUNDS, TURNS), (1, TURNS), (1, 4), (1, 3), (1, 2)):
-        workload = chats(clients, rounds, turns, ctx.seed)
+    for rounds, turns, scale in ((ROUNDS, TURNS, 1.0), (1, TURNS, 1.0), (1, TURNS, 0.5), (1, 4, 0.5), (1, 4, 0.25)):
+        workload = chats(clients, rounds, turns, ctx.seed, scale=scale)
         seconds = work(workload) / rate
-        if 2 * seconds <= 0.6 * ctx.left():
+        if 2 * seconds <= 0.9 * ctx.left():
             break
-    ctx.say(f"  {rounds} chats of {turns} turns for each of {clients} clients: about {seconds:.0f} s each way")
+    ctx.say(f"  {len(workload)} requests in chats of {turns} turns, lengths times {scale:g}: about {seconds:.0f} s each way")
     return workload
 
 

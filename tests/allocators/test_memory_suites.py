@@ -12,12 +12,11 @@ import pytest
 from pdlab.allocators import make_allocator
 from pdlab.allocators.paged import Paged
 from pdlab.bench import kv_allocators, kv_compaction, kv_operations, prefix_reuse, suites
-from pdlab.bench.memory_runs import LONGEST, conversation, with_shared_prefixes
+from pdlab.bench.memory_runs import LONGEST, PROMISED, Pace, conversation, with_shared_prefixes
 from pdlab.bench.records import Recorder
 from pdlab.core.config import ALLOCATORS, EngineConfig
 from pdlab.core.errors import AllocatorError, ConfigError
 from pdlab.hardware.probe import resolve_device
-from pdlab.models.loading import load as load_model
 from pdlab.workloads.prompts import prompt_of
 
 
@@ -56,47 +55,50 @@ def test_every_variant_is_measured_on_the_same_requests_and_the_same_memory(
     assert all(row.median == 0 for row in rows if row.metric == "waste_external" and row.variant in ("paged", "hybrid"))
 
 
-def test_a_load_is_as_long_as_its_time_allows(tmp_path: Path) -> None:
-    """The probe runs; its clock is told, so that no timing decides."""
-    load = kv_allocators.Load("llama-tiny", 3, 4, kv_tokens=4096)
-    ctx = context(tmp_path)
-    loaded = load_model("random:llama-tiny", device="cpu", dtype="float32", seed=0)
-    chosen = {seconds: kv_allocators._fitted(ctx, loaded, load, seconds, fresh=False) for seconds in (1e9, 1e-9)}
-    assert chosen[1e9] == load
-    assert chosen[1e-9].by == 8
-    whole, part = (chosen[s].workload(0) for s in (1e9, 1e-9))
-    assert part.name == "azure_conversation_by_8"
-    assert [i.prompt_tokens // 8 or 1 for i in whole] == [i.prompt_tokens for i in part]
-    configs = [chosen[s].config("per_request") for s in (1e9, 1e-9)]
-    for name in ("max_model_len", "promised_output_tokens", "kv_capacity_tokens"):
-        assert getattr(configs[0], name) == 8 * getattr(configs[1], name), name
+def test_lengths_are_divided_by_as_little_as_the_time_allows_and_memory_with_them() -> None:
+    load = kv_allocators.Load("llama-3-8b", 100, 125, kv_tokens=64 << 10)
+    pace = Pace(prompt_token=1e-5, step=1e-2, kv_token=1e-9)
+    given = (1e9, 30.0, 15.0, 1e-9)
+    chosen = [kv_allocators._fitted(pace, load, seconds, seed=0) for seconds in given]
+    assert chosen[0] == load
+    assert [x.by for x in chosen] == sorted({x.by for x in chosen})
+    assert chosen[-1].by == kv_allocators.DIVISORS[-1]
+    assert all(len(x.variants) * pace.seconds(x.workload(0)) <= s for x, s in zip(chosen[:-1], given, strict=False))
+    assert chosen[-1].workload(0).name == "azure_conversation_by_16"
+    for x in chosen:
+        assert [i.prompt_tokens for i in x.workload(0)] == [max(1, i.prompt_tokens // x.by) for i in load.workload(0)]
+        config = x.config("per_request")
+        assert (config.max_model_len, config.promised_output_tokens) == (LONGEST // x.by, PROMISED // x.by)
+        assert x.memory(1 << 20) == (64 << 10) // x.by
+    uncut = kv_allocators.replace(load, divisors=(1,))
+    assert kv_allocators._fitted(pace, uncut, 1e-9, seed=0) is None
 
 
 def test_each_load_gets_its_share_of_the_time_and_says_what_there_was_no_time_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads = [kv_allocators.Load("llama-tiny", 3, 4, kv_tokens=4096, share=s) for s in (3, 1, 0)]
+    loads = [kv_allocators.Load("llama-tiny", 3, 3, kv_tokens=4096, share=s) for s in (3, 1)]
     given: list[float] = []
 
-    def fitted(ctx: Any, loaded: Any, load: Any, seconds: float, fresh: bool) -> Any:
+    def fitted(pace: Any, load: Any, seconds: float, seed: int) -> Any:
         given.append(seconds)
         return kv_allocators.replace(load, by=64)
 
     monkeypatch.setattr(kv_allocators, "real_loads", lambda full: loads)
     monkeypatch.setattr(kv_allocators, "_at_full_size", lambda ctx: True)
+    monkeypatch.setattr(kv_allocators, "DIVISORS", (64,))
     monkeypatch.setattr(kv_allocators, "_compare_equals", lambda *args: None)
-    monkeypatch.setattr(kv_allocators, "PROBE", 64)
     monkeypatch.setattr(kv_allocators, "_fitted", fitted)
     monkeypatch.setattr(suites.Context, "left", lambda self: 8.0)
     ctx = context(tmp_path)
     kv_allocators._measure_all(ctx)
-    assert given == [6, 8, 8]
-    assert {row.variant for row in ctx.record.rows} == {*kv_allocators.SCHEMES, *kv_allocators.PAGE_SIZES}
+    assert given == [6, 8]
+    assert {row.variant for row in ctx.record.rows} == set(kv_allocators.SCHEMES)
+    assert all(row.status == "ok" for row in ctx.record.rows)
     monkeypatch.setattr(suites.Context, "left", lambda self: 0.0)
     late = context(tmp_path)
     kv_allocators._measure_all(late)
-    assert {row.status for row in late.record.rows} == {"skipped:the time budget ran out"}
-    assert len(late.record.rows) == 2 * len(kv_allocators.SCHEMES)
+    assert [row.status for row in late.record.rows] == ["skipped:the time budget ran out"] * 2 * len(kv_allocators.SCHEMES)
 
 
 def test_what_is_simulated_alone_is_all_that_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
