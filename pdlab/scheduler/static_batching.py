@@ -32,6 +32,7 @@ class Static(Batching):
 
     name = "static"
     holds_batch = True  # nobody joins while a batch runs
+    chunked = False  # whether a prompt alone that is over the step's budget is computed in chunks
 
     def __init__(self) -> None:
         self._rows = 0  # requests that the running batch began with
@@ -61,7 +62,7 @@ class Static(Batching):
         longest = max((step.to_compute(r) for r in batch), default=0)
         for r in batch:
             own = step.to_compute(r)
-            step.prefill(r, own)
+            step.prefill(r, min(own, step.left) if self.chunked and len(batch) == 1 else own)
             step.pad(longest - own)
 
     def _go_on(self, step: Draft) -> None:
@@ -149,17 +150,10 @@ class ArticleMended(ArticleBatching):
     """As ArticleBatching with mended_batches; a prompt over the step's budget is computed in chunks."""
 
     name = "article_mended"
+    chunked = True
 
     def cut(self, requests: Sequence[Request], budget: int) -> list[list[Request]]:
         return mended_batches(requests, budget)
-
-    def compose(self, step: Draft) -> None:
-        super().compose(step)
-        if step.left < 0 and len(step.chunks) == 1:
-            request, lo, hi = next(iter(step.chunks.values()))
-            step.chunks.clear()
-            step.left += hi - lo
-            step.prefill(request, step.left)
 
 
 def padding_flops(model: ModelConfig, shape: PlanShape) -> float:

@@ -118,6 +118,8 @@ def test_sorting_by_length_pads_less_than_arrival_order():
 def test_the_mended_batching_computes_an_over_long_prompt_in_chunks():
     engine = make_engine(batching="article_mended", max_batch_tokens=16, static_batch_tokens=16)
     request = add(engine, 50, 3)
+    engine.step()
+    assert request.num_scheduled == engine.allocator.stats().reserved == 16
     run(engine)
     assert len(request.output_token_ids) == 3
     assert max(row.prefill_tokens + row.pad_tokens for row in engine.trace) <= 16
