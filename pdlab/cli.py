@@ -7,16 +7,13 @@ error. Exit codes: 0 well, 2 usage or a PdlabError, 6 out of memory, 130 interru
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pdlab import __version__
+from pdlab.console import finish, stdout_kept_clean, to_json, usable_streams
 from pdlab.core.errors import PdlabError, StepFailed
 
 OK, FAILED, USAGE, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 6, 130
@@ -208,6 +205,7 @@ def _output(out: Any) -> dict[str, Any]:
 
 def _bench(args: argparse.Namespace) -> Answer:
     from pdlab.bench import suites
+    from pdlab.costs.tables import COLUMNS
 
     known = suites.names()
     if args.list or not args.names:
@@ -242,17 +240,11 @@ def _bench(args: argparse.Namespace) -> Answer:
             continue
         results.append({"status": "ok", **vars(outcome)})
         for r in (record, *record.beside):
-            rows += [dict(zip(("device", *_columns()), (r.device, *row.cells()))) for row in r.rows]
+            rows += [dict(zip(("device", *COLUMNS), (r.device, *row.cells()))) for row in r.rows]
     lines = [
         f"{r['name']}: {r['rows']} rows in {r['seconds']:.0f} s -> {', '.join(r['files'])}" for r in results if "rows" in r
     ]
     return code, {"suites": results, "rows": rows}, "\n".join(lines)
-
-
-def _columns() -> tuple[str, ...]:
-    from pdlab.costs.tables import COLUMNS
-
-    return COLUMNS
 
 
 def _claims(args: argparse.Namespace) -> Answer:
@@ -325,72 +317,22 @@ def _error(error: BaseException) -> dict[str, str]:
     return {"type": kind, "message": str(error) or type(error).__name__, "hint": hint}
 
 
-@contextlib.contextmanager
-def _stdout_kept_clean(active: bool) -> Iterator[None]:
-    """While active, what anything prints, subprocesses included, goes to standard error."""
-    if not active:
-        yield
-        return
-    saved = None
-    with contextlib.suppress(OSError, ValueError):  # a notebook's or a test's streams may have no descriptor
-        sys.stdout.flush()
-        saved = os.dup(1)
-        os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        if saved is not None:
-            os.dup2(saved, 1)
-            os.close(saved)
-
-
-def _usable_streams() -> None:
-    """Streams that were closed before the start become empty ones; a character that the terminal cannot show becomes `?`."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115  takes the free descriptor, for as long as we run
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
-def _json(document: Any) -> str:
-    plain = not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    return json.dumps(document, ensure_ascii=plain, indent=1, allow_nan=False)
-
-
-def _finish(code: int, text: str) -> int:
-    """Prints the answer; the exit code."""
-    try:
-        if text:
-            print(text)
-        sys.stdout.flush()
-        return code
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has to go somewhere
-        if isinstance(error, BrokenPipeError):  # the reader of the pipe has seen enough
-            return code
-        print(f"pdlab: the answer cannot be written: {error}", file=sys.stderr)
-        return max(code, FAILED)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    _usable_streams()
+    usable_streams()
     as_json = "--json" in argv
     try:
         args = _parser().parse_args(argv)
         as_json = getattr(args, "json", as_json)
         wanted = as_json and args.command != "run"  # the runner prints its own document
-        with _stdout_kept_clean(wanted):
+        with stdout_kept_clean(wanted):
             code, document, text = _COMMANDS[args.command](args)
-        return _finish(code, _json(document) if wanted else text or "")
+        return finish(code, to_json(document) if wanted else text or "")
     except SystemExit as stop:  # --help and --version
-        return _finish(int(stop.code or 0), "")
+        return finish(int(stop.code or 0), "")
     except BrokenPipeError:  # in the middle of a stream of text
-        return _finish(OK, "")
+        return finish(OK, "")
     except (Exception, KeyboardInterrupt) as error:
         return _fail(error, as_json)
 
@@ -403,7 +345,7 @@ def _fail(error: BaseException, as_json: bool) -> int:
         traceback.print_exception(error)
     elif not as_json:
         print(f"pdlab: {e['type']}: {e['message']}" + (f"\n  {e['hint']}" if e["hint"] else ""), file=sys.stderr)
-    return _finish(code, _json({"error": e}) if as_json else "")
+    return finish(code, to_json({"error": e}) if as_json else "")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_of_several_benchmarks_one_that_fails_does_not_stop_the_rest(
         ran.append(name)
         if name == "a":
             raise MemoryError
-        record = type("R", (), {"rows": [], "device": "cpu"})()
+        record = type("R", (), {"rows": [], "device": "cpu", "beside": ()})()
         return suites.Outcome(name, 1.0, 0, 0, ()), record
 
     monkeypatch.setattr(suites, "run", run)
