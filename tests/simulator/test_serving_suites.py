@@ -65,6 +65,8 @@ def test_every_policy_is_simulated_into_rows_that_the_format_takes(tmp_path, mon
         found = [r for r in rows if r.metric == metric and r.variant == "fcfs"]
         assert found, metric
         assert all({"load", "workload", "model"} <= r.params.keys() for r in found)
+    [alone] = [r for r in rows if r.metric == "ttft_without_long"]
+    assert alone.median > 0
     over = {r.variant: r.median for r in rows if r.metric == "waits_over_bound"}
     assert over["sjf_aging"] == over["deadline"] == over["oracle"] == 0
     assert (tmp_path / "cpu-x86-64" / "scheduling_mixed_load.csv").is_file()
