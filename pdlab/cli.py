@@ -165,11 +165,7 @@ def _generate(args: argparse.Namespace) -> Answer:
         logprobs=args.logprobs,
     )
     with LLM(args.model, config=EngineConfig(device=args.device, dtype=args.dtype)) as llm:
-        prompt: str | list[int] = text
-        if args.chat:
-            if llm.tokenizer is None:
-                raise PdlabError(f"{args.model} has no tokenizer, so no chat template", "leave out --chat")
-            prompt = llm.tokenizer.chat([{"role": "user", "content": text}])
+        prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
         if args.json:
             [out] = llm.generate([prompt], params)
             _ended_well(out.error)
