@@ -166,9 +166,12 @@ def test_of_several_benchmarks_one_that_fails_does_not_stop_the_rest(
 
 
 def test_ctrl_c_ends_with_130() -> None:
+    # a shell's background jobs, and what they start, are born with SIGINT ignored
     code = """
-import sys, time
+import signal, sys, time
 from pdlab.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Stdin:
     def read(self):
