@@ -97,12 +97,19 @@ class Scheduler:
         ids: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
-        for request, end in zip(requests[:decodes], ends, strict=False):
-            if request.status is Status.RUNNING:
+        if not self.config.prefix_reuse and all(r.status is Status.RUNNING for r in requests[:decodes]):
+            # the usual step: nobody left, and nobody will ask which tokens they were
+            for request, end in zip(requests[:decodes], ends, strict=False):
                 request.num_computed = end
-                ids.append(request.request_id)
-                tokens.append(request.output_token_ids[end - 1 - len(request.prompt_token_ids)])
-                positions.append(end - 1)
+            ids, positions = plan.request_ids[:decodes].tolist(), (plan.context_lens[:decodes] - 1).tolist()
+            tokens = [-1] * decodes
+        else:
+            for request, end in zip(requests[:decodes], ends, strict=False):
+                if request.status is Status.RUNNING:
+                    request.num_computed = end
+                    ids.append(request.request_id)
+                    tokens.append(request.output_token_ids[end - 1 - len(request.prompt_token_ids)])
+                    positions.append(end - 1)
         self.allocator.appended(ids, tokens, positions)
         for request, end, (new, start) in zip(requests[decodes:], ends[decodes:], plan.shape.prefill, strict=True):
             if request.status is Status.RUNNING:
