@@ -35,9 +35,9 @@ class CoalescingEngine(Engine):
     executor: SimulatedExecutor
     quiet_until: float = 0.0
 
-    def step(self) -> list[TokenEvent]:
+    def turn(self) -> list[TokenEvent]:
         if not self._quiet():
-            return super().step()
+            return super().turn()
         if self.in_flight:
             return self.commit_oldest()  # with nothing in flight the next call can begin a run
         started = time.perf_counter()

@@ -153,19 +153,22 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """One turn: events are the tokens of streamed requests, and the end of every request."""
-        started = time.perf_counter()
-        now = self.clock.now()
-        events = self.expire(now)
         try:
-            plan = self.scheduler.plan(now)
-            self.stuck = plan is None and not self.in_flight and bool(self.live)
-            if plan is not None:
-                self.in_flight.append(self.submit(plan, started))
-            if self.in_flight and (plan is None or len(self.in_flight) >= self.config.steps_in_flight):
-                events += self.commit_oldest()
+            return self.turn()
         except BaseException:  # an interrupt (Ctrl-C) or a bug: nobody knows how far the step came
             self.recover()
             raise
+
+    def turn(self) -> list[TokenEvent]:
+        started = time.perf_counter()
+        now = self.clock.now()
+        events = self.expire(now)
+        plan = self.scheduler.plan(now)
+        self.stuck = plan is None and not self.in_flight and bool(self.live)
+        if plan is not None:
+            self.in_flight.append(self.submit(plan, started))
+        if self.in_flight and (plan is None or len(self.in_flight) >= self.config.steps_in_flight):
+            events += self.commit_oldest()
         return events
 
     def expire(self, now: float) -> list[TokenEvent]:

@@ -220,6 +220,26 @@ def test_planning_may_be_interrupted_anywhere(
         assert_nothing_leaked(llm)
 
 
+@pytest.mark.parametrize("name", ["commit", "skip_steps", "plan"])
+def test_an_interrupted_simulation_can_be_run_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    items = [Item(i * 0.01, prompt_tokens=50, max_tokens=90) for i in range(9)]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with LLM("llama-1b", executor="simulated", max_batch_requests=4) as llm:
+        expected = llm.serve(items).requests
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.serve(items)
+        assert llm.engine.idle
+        again = llm.serve(items).requests
+        assert again.output_tokens.tolist() == expected.output_tokens.tolist() == [90] * 9
+        assert again.e2e_s.tolist() == pytest.approx(expected.e2e_s.tolist())
+        assert_nothing_leaked(llm)
+
+
 def test_a_long_run_keeps_the_newest_trace_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdlab.engine.engine.TRACE_ROWS", 10)
     with tiny() as llm:
