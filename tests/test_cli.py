@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_json, run_main
 
 from pdlab import cli
 from pdlab.core.errors import ConfigError
@@ -19,28 +20,12 @@ from pdlab.core.errors import ConfigError
 COMMANDS = ("doctor", "model", "model list", "model fetch", "generate", "bench", "claims", "compare", "run")
 
 
-def _python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=False)
-
-
-def _main(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = cli.main(list(argv))
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def _json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
-    code, out, _ = _main(capsys, *argv, "--json")
-    return code, json.loads(out)
-
-
 # --- help and usage
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, _ = _main(capsys, *command.split(), "--help")
+    code, out, _ = run_main(capsys, *command.split(), "--help")
     assert code == 0
     assert "example" in out.lower()
     assert f"pdlab {command.split()[0]}" in out
@@ -80,7 +65,7 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
 def test_what_cannot_be_understood_ends_with_2_and_says_what_would_be_right(
     capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
-    code, doc = _json(capsys, *argv)
+    code, doc = run_json(capsys, *argv)
     assert code == 2
     assert set(doc) == {"error"}
     assert set(doc["error"]) == {"type", "message", "hint"}
@@ -89,7 +74,7 @@ def test_what_cannot_be_understood_ends_with_2_and_says_what_would_be_right(
 
 
 def test_without_json_an_error_goes_to_standard_error_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _main(capsys, "bench", "no_such_suite")
+    code, out, err = run_main(capsys, "bench", "no_such_suite")
     assert (code, out) == (2, "")
     assert "no_such_suite" in err
     assert "ceilings" in err
@@ -133,7 +118,7 @@ def test_each_kind_of_error_has_its_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, as_json: bool
 ) -> None:
     monkeypatch.setitem(cli._COMMANDS, "doctor", _raise(error))
-    got, out, err = _main(capsys, "doctor", *(["--json"] if as_json else []))
+    got, out, err = run_main(capsys, "doctor", *(["--json"] if as_json else []))
     assert got == code
     if as_json:
         assert json.loads(out)["error"]["message"]
@@ -159,7 +144,7 @@ def test_of_several_benchmarks_one_that_fails_does_not_stop_the_rest(
         return suites.Outcome(name, 1.0, 0, 0, ()), record
 
     monkeypatch.setattr(suites, "run", run)
-    code, doc = _json(capsys, "bench", "all")
+    code, doc = run_json(capsys, "bench", "all")
     assert code == 6
     assert ran == ["a", "b"]
     assert [(s["name"], s["status"]) for s in doc["suites"]] == [("a", "failed"), ("b", "ok")]
@@ -261,7 +246,7 @@ def test_a_text_that_ended_in_an_error_is_no_success(
         raise error
 
     monkeypatch.setattr(Model, "forward", forward)
-    got, out, err = _main(capsys, *GENERATE, *flags)
+    got, out, err = run_main(capsys, *GENERATE, *flags)
     assert got == code
     if flags:
         assert str(error) in json.loads(out)["error"]["message"]
@@ -269,112 +254,11 @@ def test_a_text_that_ended_in_an_error_is_no_success(
         assert str(error) in err
 
 
-# --- doctor
-
-DOCTOR = {"schema", "python", "platform", "packages", "device", "profile", "backends", "missing"}
-
-
-def _check_doctor(doc: dict[str, Any]) -> None:
-    assert set(doc) == DOCTOR
-    assert doc["schema"] == 1
-    assert set(doc["packages"]) >= {"torch", "triton", "numpy", "pandas", "papermill"}
-    assert doc["profile"] in ("smoke", "full")
-    assert doc["device"] is None or set(doc["device"]) == {"name", "capability", "memory_bytes", "dtype"}
-    assert doc["backends"]
-    assert all(set(b) == {"available", "reason"} and isinstance(b["available"], bool) for b in doc["backends"].values())
-    assert all(set(m) == {"name", "why", "fix"} and all(m.values()) for m in doc["missing"])
-
-
-def test_the_doctor_reports_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
-    code, doc = _json(capsys, "doctor")
-    assert code == 0
-    _check_doctor(doc)
-    assert doc["packages"]["torch"]
-    assert doc["backends"]["plain"]["available"]
-    code, out, _ = _main(capsys, "doctor")
-    assert code == 0
-    assert "profile" in out
-
-
-BLOCK = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-BLOCKED = set(sys.argv.pop(1).split(","))
-sys.meta_path.insert(0, Blocker())
-from pdlab.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("blocked", ["torch", "torch,triton,numpy,pandas,yaml,psutil,matplotlib,jinja2,gguf"])
-def test_the_doctor_works_without_torch(blocked: str) -> None:
-    done = _python(BLOCK, blocked, "doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    doc = json.loads(done.stdout)
-    _check_doctor(doc)
-    assert doc["packages"]["torch"] is None
-    assert doc["device"] is None
-    assert set(doc["backends"]) == {"plain", "sdpa", "triton", "flash_attn"}
-    assert not any(b["available"] for b in doc["backends"].values())
-    missing = {m["name"]: m for m in doc["missing"]}
-    assert "pip install" in missing["torch"]["fix"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    ["raise OSError('libcudart.so.13: cannot open shared object file')", "raise RuntimeError('half an upgrade')", "x = 1"],
-    ids=["missing library", "raises", "an empty shell"],
-)
-def test_the_doctor_works_with_a_broken_torch(tmp_path: Path, body: str) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(body + "\n")
-    code = "import sys; from pdlab.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = _python(code, "doctor", "--json", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    doc = json.loads(done.stdout)
-    _check_doctor(doc)
-    torch = next(m for m in doc["missing"] if m["name"] == "torch")
-    assert "broken" in torch["why"]
-    assert "--force-reinstall" in torch["fix"]
-
-
-@pytest.mark.parametrize("argv", [["generate", "--model", "random:llama-tiny", "--prompt", "a"], ["bench", "ceilings"]])
-def test_other_commands_say_that_torch_is_missing(argv: list[str]) -> None:
-    done = _python(BLOCK, "torch", *argv, "--json")
-    assert done.returncode == 2, done.stderr
-    error = json.loads(done.stdout)["error"]
-    assert "torch" in error["message"]
-    assert error["hint"]
-
-
-@pytest.mark.parametrize("argv", [["run", "notebook.ipynb", "--out", "x", "--json"], ["run", "--help"]], ids=" ".join)
-def test_running_notebooks_without_what_it_needs_says_so(argv: list[str]) -> None:
-    done = _python(BLOCK, "psutil", *argv)
-    assert "psutil" in done.stdout
-    assert done.returncode == (0 if "--help" in argv else 2), done.stderr
-    assert "example" in done.stdout if "--help" in argv else "pdlab doctor" in json.loads(done.stdout)["error"]["hint"]
-
-
-def test_the_light_commands_never_load_torch() -> None:
-    code = """
-import sys
-from pdlab.cli import main
-for argv in (["claims", "--json"], ["model", "list", "--json"], ["bench", "--list", "--json"]):
-    assert main(argv) == 0, argv
-    assert "torch" not in sys.modules, argv
-"""
-    done = _python(code)
-    assert done.returncode == 0, done.stderr
-
-
 # --- model, generate, bench, claims
 
 
 def test_models_are_listed_with_all_their_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    code, doc = _json(capsys, "model", "list")
+    code, doc = run_json(capsys, "model", "list")
     assert code == 0
     assert {"smollm2-135m", "llama-tiny", "gpt2-xl"} <= {m["name"] for m in doc}
     assert all(set(m) == {"name", "family", "parameters", "source", "licence", "sha256", "cached_path"} for m in doc)
@@ -383,7 +267,7 @@ def test_models_are_listed_with_all_their_fields(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("model", ["random:llama-tiny", "random:gpt2-tiny"])
 def test_generate_answers_as_one_document(capsys: pytest.CaptureFixture[str], model: str) -> None:
     argv = ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "5", "--logprobs", "2", "--device", "cpu"]
-    code, doc = _json(capsys, *argv)
+    code, doc = run_json(capsys, *argv)
     assert code == 0
     assert set(doc) == {"text", "token_ids", "finish_reason", "prompt_tokens", "timing", "logprobs"}
     assert set(doc["timing"]) == {"queue_s", "ttft_s", "prefill_s", "decode_s", "itl_s"}
@@ -397,8 +281,8 @@ def test_generate_answers_as_one_document(capsys: pytest.CaptureFixture[str], mo
 def test_a_stream_is_the_same_text_as_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "random:llama-tiny", "--prompt", "Hello", "--max-tokens", "9", "--temperature", "1",
             "--seed", "3", "--device", "cpu"]  # fmt: skip
-    _, doc = _json(capsys, *argv)
-    code, out, _ = _main(capsys, *argv)
+    _, doc = run_json(capsys, *argv)
+    code, out, _ = run_main(capsys, *argv)
     assert code == 0
     assert out == doc["text"] + "\n"
 
@@ -408,8 +292,8 @@ def test_a_prompt_can_come_from_standard_input(capsys: pytest.CaptureFixture[str
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
     argv = ["generate", "--model", "random:llama-tiny", "--max-tokens", "3", "--device", "cpu"]
-    _, piped = _json(capsys, *argv, "--prompt", "-")
-    _, typed = _json(capsys, *argv, "--prompt", "Hello")
+    _, piped = run_json(capsys, *argv, "--prompt", "-")
+    _, typed = run_json(capsys, *argv, "--prompt", "Hello")
     assert piped["token_ids"] == typed["token_ids"]
 
 
@@ -420,7 +304,7 @@ def test_a_benchmark_writes_where_it_was_told_and_reports_its_rows(
 
     monkeypatch.setattr(ceilings, "_buffer_bytes", lambda machine, quick=False: 1 << 20)
     monkeypatch.setattr(ceilings, "_products", lambda machine: [("float32", 64)])
-    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu", "--out", str(tmp_path), "--budget", "1e6")
+    code, doc = run_json(capsys, "bench", "ceilings", "--device", "cpu", "--out", str(tmp_path), "--budget", "1e6")
     assert code == 0
     (suite,) = doc["suites"]
     assert (suite["name"], suite["status"], suite["rows"]) == ("ceilings", "ok", 3)
@@ -438,19 +322,19 @@ def test_a_benchmark_dirties_nothing_by_default(
     monkeypatch.setattr(ceilings, "_products", lambda machine: [])
     monkeypatch.setattr(records, "checkout_dir", lambda: None)
     monkeypatch.chdir(tmp_path)
-    code, doc = _json(capsys, "bench", "ceilings", "--device", "cpu", "--budget", "1e6")
+    code, doc = run_json(capsys, "bench", "ceilings", "--device", "cpu", "--budget", "1e6")
     assert code == 0
     assert {p.parts[0] for p in (Path(f).relative_to(tmp_path) for f in doc["suites"][0]["files"])} == {"runs"}
 
 
 def test_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, doc = _json(capsys, "bench", "--list")
+    code, doc = run_json(capsys, "bench", "--list")
     assert code == 0
     assert {"ceilings", "prefill_vs_decode"} <= {b["name"] for b in doc}
 
 
 def test_the_claims_are_a_list_of_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
-    code, doc = _json(capsys, "claims")
+    code, doc = run_json(capsys, "claims")
     assert code == 0
     assert len(doc) == 24
     allowed = {"reproduced", "partly", "not_reproduced", "impossible", "not_measured"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -68,3 +69,8 @@ class Feeder:
 def whole_logits(model: Model, tokens: Sequence[int]) -> torch.Tensor:
     """Logits [tokens, V] of one prompt in one step."""
     return Feeder(model, 16, 1, len(tokens)).step([(0, tokens)])[0]
+
+
+def cut(file: Path, keep: float) -> None:
+    """Leave only the first `keep` of a file, as an interrupted copy would."""
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
