@@ -191,7 +191,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence tokens
     ignore_eos: bool = False  # the model's own end tokens do not stop it (for benches)
-    seed: int | None = None
+    seed: int | None = None  # counts modulo 2**63
     logprobs: int | None = None  # None: off; n: log-probability of the chosen token and the n most likely
     timeout_s: float | None = None  # from arrival; then finish_reason "timeout"
 
