@@ -1,8 +1,8 @@
 """Four ways to lay out KV memory under one load: what each wastes, how many requests it serves, how long they take.
 
-A closed loop of `concurrency` clients sends requests with the lengths of the Azure 2023 conversation trace to an engine whose
-KV memory holds `kv_tokens` tokens. The service promises every request 1,024 tokens of output; schemes that reserve ahead make
-room for that, though the median answer has 129. Every variant gets the same requests and the same bytes.
+A closed loop of `concurrency` clients sends requests with the lengths of the Azure 2023 conversation trace to an engine. The
+service promises every request 1,024 tokens of output; schemes that reserve ahead make room for that, though the median answer
+has 129. Every variant gets the same requests and the same bytes.
 
 On a GPU a model runs, each load in its share of the time: a short probe says how long the variants will take, and where that
 is too long all lengths, the promise and the memory are divided by 2, 4, 8 or 16 (`azure_conversation_by_<n>`), so that every
@@ -30,6 +30,7 @@ from pdlab.bench.memory_runs import (
     conversation,
     engines_over,
     equals,
+    lengths_from,
     play,
     recorder_for,
     report,
@@ -84,7 +85,7 @@ class Load:
 
     def memory(self, there: int) -> int:
         """Slots for this load where there are so many: no more than it can use."""
-        return min(there, self.concurrency * self.longest) if self.kv_tokens is None else self.kv_tokens // self.by
+        return min(there // self.by, self.concurrency * self.longest) if self.kv_tokens is None else self.kv_tokens // self.by
 
     @property
     def longest(self) -> int:
@@ -112,21 +113,19 @@ def real_loads(full: bool) -> list[Load]:
     """Most wanted first, but one model after the other."""
     if not full:
         return [Load("llama-tiny", 8, 24, small_talk, kv_tokens=512), Load("llama-tiny", 2, 8, small_talk, kv_tokens=512)]
-    tight = 64 << 10  # half of what 100 of these requests need at once
     return [
-        Load("llama-3-8b", 100, 125, share=5),
+        Load("llama-3-8b", 100, 125, share=6),
+        Load("llama-3-8b", 100, 125, shared=512, kv_tokens=32_000, share=2, variants=("paged",), divisors=(1,)),
         Load("llama-3-8b", 25, 32, share=3),
-        Load("llama-3-8b", 400, 480, share=7),
-        Load("llama-3-8b", 100, 125, kv_tokens=tight, share=3),
-        Load("llama-3-8b", 100, 160, shared=512, kv_tokens=40_000, share=2, variants=("paged",), divisors=(1,)),
-        Load("llama-1b", 100, 125, share=6),
+        Load("llama-3-8b", 400, 400, share=12),
+        Load("llama-1b", 100, 125, share=4),
     ]
 
 
 def simulated_loads(full: bool, model: str) -> list[Load]:
     counts = (100, 50, 25, 10, 200, 400) if full else (10, 50, 100)
     loads = [Load(model, c, max(50, 3 * c) if full else 2 * c) for c in counts]
-    return [Load(model, 100, 300, shared=512, kv_tokens=40_000), *loads] if full else loads
+    return [Load(model, 100, 300, shared=512, kv_tokens=32_000), *loads] if full else loads
 
 
 def run(ctx: Context) -> None:
@@ -137,13 +136,14 @@ def run(ctx: Context) -> None:
             part(ctx)
 
 
-def _params(load: Load, workload: Workload, kv_tokens: int) -> dict[str, Any]:
-    return {"model": load.model, "concurrency": load.concurrency, "workload": workload.name, "kv_tokens": kv_tokens}
+def _params(load: Load, workload: Workload) -> dict[str, Any]:
+    return {"model": load.model, "concurrency": load.concurrency, "workload": workload.name}
 
 
-def _settings(config: EngineConfig) -> dict[str, Any]:
+def _settings(config: EngineConfig, workload: Workload, kv_tokens: int) -> dict[str, Any]:
     names = ("kv_allocator", "page_size", "promised_output_tokens", "prefix_reuse", "pool_fit", "compact_on_refusal")
-    return {name: getattr(config, name) for name in names}
+    settings = {name: getattr(config, name) for name in names} | {"requests": len(workload), "kv_tokens": kv_tokens}
+    return settings | ({"lengths": lengths_from()} if workload.name.startswith("azure") else {})
 
 
 # --- simulated
@@ -165,8 +165,9 @@ def _simulate(ctx: Context, record: Any, device: str, load: Load, variants: tupl
         config = load.config(variant, executor="simulated", simulated_device=device)
         with simulated_engine(f"random:{load.model}", config) as engine:
             outcome = play(engine, workload)
-            params = _params(load, workload, engine.executor.capacity())
-        report(record, outcome, variant=variant, kind="simulated", params=params, settings=_settings(config))
+            settings = _settings(config, workload, engine.executor.capacity())
+        report(record, outcome, variant=variant, kind="simulated", params=_params(load, workload), settings=settings)
+        record.flush()
         ctx.say(f"  {device} simulated, {load.concurrency:>3} requests, {variant:<15} {outcome.throughput:8.2f} req/s")
 
 
@@ -226,7 +227,7 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
                 load = fitted
             pieces += _measure(ctx, make, load, room)
             if i == 0:
-                _compare_equals(ctx, make, load.model, *((64, 512, 32) if full else (4, 24, 8)))
+                _compare_equals(ctx, make, load.model, *((64, 512, 64) if full else (4, 24, 8)))
             ctx.record.flush()
     for params, ops in pieces:
         _framework(ctx, ops, loaded.config.kv_bytes_per_token(itemsize_of(ctx.dtype)), params)
@@ -255,7 +256,7 @@ def _fitted(pace: Pace, load: Load, seconds: float, seed: int) -> Load | None:
 
 
 def _skip(ctx: Context, load: Load, variants: Sequence[str], why: str = "the time budget ran out") -> None:
-    params = _params(load, load.workload(ctx.seed), load.kv_tokens or 0)
+    params = _params(load, load.workload(ctx.seed))
     for variant in variants:
         ctx.record.skip("throughput", "req/s", why, variant=variant, params=params)
 
@@ -265,7 +266,7 @@ def _measure(
 ) -> list[tuple[dict[str, Any], list[KVOp]]]:
     """Rows of each variant; returns (params, operations) of those that ask the device for pieces of their own."""
     workload, slots, pieces = load.workload(ctx.seed), load.memory(room), []
-    params = _params(load, workload, slots)
+    params = _params(load, workload)
     for i, variant in enumerate(load.variants):
         if ctx.left() <= 0:
             _skip(ctx, load, load.variants[i:])
@@ -278,8 +279,9 @@ def _measure(
             continue
         ops = watch_ops(engine)
         outcome = play(engine, workload, warm=0 if _at_full_size(ctx) else 8)
-        about: dict[str, Any] = {"kind": "measured", "params": params, "settings": _settings(config)}
+        about: dict[str, Any] = {"kind": "measured", "params": params, "settings": _settings(config, workload, slots)}
         report(ctx.record, outcome, variant=variant, waste=load.by == 1, **about)
+        ctx.record.flush()
         if variant == "per_request" and ctx.device.startswith("cuda"):
             pieces.append((params, ops))
         ctx.say(f"  {load.model}, {load.concurrency:>3} requests, {variant:<15} {outcome.throughput:8.2f} req/s")
@@ -301,8 +303,8 @@ def _compare_equals(
             outcome = play(make(config), workload)
             outcomes[variant] += [outcome] if turn else []  # the first is the rehearsal
     for variant, played in outcomes.items():
-        params = _params(load, workload, load.kv_tokens or 0)
-        report_equal(ctx.record, played, variant=variant, params=params, settings=_settings(configs[variant]))
+        settings = _settings(configs[variant], workload, load.kv_tokens or 0)
+        report_equal(ctx.record, played, variant=variant, params=_params(load, workload), settings=settings)
     rate = {v: max(o.throughput for o in played) for v, played in outcomes.items()}
     ctx.say(f"  {batch} equal requests at once: paged at {rate['paged'] / rate['contiguous_pool']:.1%} of contiguous")
 

@@ -23,7 +23,7 @@ import numpy as np
 from pdlab.allocators.contiguous_pool import ContiguousPool
 from pdlab.allocators.fragmentation import average_waste
 from pdlab.bench.kv_allocators import Load
-from pdlab.bench.memory_runs import conversation, play, recorder_for, simulated_engine
+from pdlab.bench.memory_runs import conversation, lengths_from, play, recorder_for, simulated_engine
 from pdlab.core.plan import KVCopy
 from pdlab.costs.formulas import itemsize_of
 from pdlab.hardware.timing import Timings, alternate, time_ms
@@ -68,8 +68,9 @@ def _gain(ctx: Context, record: Any, variant: str, settings: dict[str, Any], n: 
         outcome = play(engine, workload)
         moved, refused = engine.scheduler.compactor.moved, engine.allocator.refused_in_pieces
         per_token = engine.model.kv_bytes_per_token(2)
-    params = {"model": MODEL, "concurrency": 100, "workload": workload.name, "kv_tokens": 64 << 10, "requests": n}
-    shared: dict[str, Any] = {"variant": variant, "kind": "simulated", "settings": more}
+    params = {"model": MODEL, "concurrency": 100, "workload": workload.name, "requests": n}
+    settings = more | {"kv_tokens": load.kv_tokens, "lengths": lengths_from()}
+    shared: dict[str, Any] = {"variant": variant, "kind": "simulated", "settings": settings}
     record.add("refused", refused, "count", params=params, **shared)
     record.add("preemptions", outcome.preemptions, "count", params=params, **shared)
     record.add("bytes_moved", float(2 * moved * per_token), "bytes", params=params, **shared)

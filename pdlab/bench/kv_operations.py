@@ -144,8 +144,8 @@ def run(ctx: Context) -> None:
         base = EngineConfig(kv_allocator=kind, page_size=16)
         soak = Soak(make_allocator(base, CAPACITY, max_len=LONGEST), ctx.seed)
         done, seconds = soak.run(operations, max(1.0, ctx.left() / 4))
-        params: dict[str, Any] = {"operations": done, "kv_tokens": CAPACITY}
-        shared: dict[str, Any] = {"variant": kind, "params": params}
+        params: dict[str, Any] = {"operations": done}
+        shared: dict[str, Any] = {"variant": kind, "params": params, "settings": {"kv_tokens": CAPACITY}}
         ctx.record.add("lost", soak.lost, "count", **shared)
         ctx.record.add("leaked", soak.end(), "count", **shared)
         ctx.record.add("operation", seconds / done * 1e6, "us", n=done, **shared)

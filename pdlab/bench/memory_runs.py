@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +15,13 @@ from pdlab.allocators.fragmentation import average_waste
 from pdlab.bench.records import Recorder
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import CapacityError
+from pdlab.core.paths import home_dir
 from pdlab.core.plan import KVOp
 from pdlab.engine.engine import Engine
 from pdlab.hardware.timing import summarize
 from pdlab.workloads.generators import CONVERSATION, all_at_once, fixed, lognormal, make
 from pdlab.workloads.replay import Outcome, replay
+from pdlab.workloads.traces import azure
 from pdlab.workloads.workload import Item, Workload
 
 if TYPE_CHECKING:
@@ -27,10 +31,38 @@ LONGEST = 4096  # prompt + output; longer ones of the trace are cut, so that eve
 PROMISED = 1024  # output tokens that the service lets every request ask for; the trace's 99th percentile is 601
 
 
+def trace_file() -> Path:
+    """Where the Azure conversation trace is looked for; see workloads.traces for where to get it."""
+    return home_dir() / "traces" / "AzureLLMInferenceTrace_conv.csv"
+
+
+@lru_cache(maxsize=1)
+def _recorded(path: Path) -> tuple[Item, ...]:
+    return azure(path).items
+
+
 def conversation(clients: int, n: int, seed: int) -> Workload:
-    """n requests with the lengths of the Azure conversation trace; each client sends its next when its last has ended."""
-    items = make("azure_conversation", n, all_at_once(), *CONVERSATION, seed=seed, longest=LONGEST, kind="conversation")
+    """n requests with the lengths of the Azure conversation trace; each client sends its next when its last has ended.
+
+    Drawn from the trace itself where its file is there (`lengths_from`), else from the generator fitted to it.
+    """
+    items: Iterable[Item] = make("", n, all_at_once(), *CONVERSATION, seed=seed, longest=LONGEST, kind="conversation")
+    if trace_file().is_file():
+        recorded = _recorded(trace_file())
+        drawn = np.random.default_rng(seed).choice(len(recorded), n, replace=n > len(recorded)).tolist()
+        items = (_cut(recorded[i]) for i in drawn)
     return Workload("azure_conversation", items, seed, clients)
+
+
+def _cut(item: Item) -> Item:
+    """At most LONGEST tokens; the prompt gives way, as in the generator."""
+    answer = min(item.max_tokens, LONGEST - 1)
+    return replace(item, arrival_s=0.0, prompt_tokens=min(item.prompt_tokens, LONGEST - answer), max_tokens=answer)
+
+
+def lengths_from() -> str:
+    """What `conversation` draws from, for provenance."""
+    return trace_file().name if trace_file().is_file() else "the generator fitted to the trace's moments"
 
 
 def small_talk(clients: int, n: int, seed: int) -> Workload:

@@ -82,8 +82,8 @@ def simulated(
             rows.append(_row(variant, load, outcome) | extra)
             if recorder is not None:
                 params = {"model": load.model, "concurrency": load.concurrency, "workload": workload.name}
-                params["kv_tokens"] = extra["KV tokens"]
-                report(recorder, outcome, variant=variant, kind="simulated", params=params, settings={})
+                settings = {"requests": len(workload), "kv_tokens": extra["KV tokens"]}
+                report(recorder, outcome, variant=variant, kind="simulated", params=params, settings=settings)
     return pd.DataFrame(rows), timelines
 
 
@@ -103,8 +103,9 @@ def measured(
             capacity = engine.executor.capacity()
         rows.append(_row(variant, load, outcome) | {"KV tokens": capacity})
         if recorder is not None:
-            params = {"model": load.model, "concurrency": load.concurrency, "workload": workload.name, "kv_tokens": capacity}
-            report(recorder, outcome, variant=variant, kind="measured", params=params, settings={})
+            params = {"model": load.model, "concurrency": load.concurrency, "workload": workload.name}
+            settings = {"requests": len(workload), "kv_tokens": capacity}
+            report(recorder, outcome, variant=variant, kind="measured", params=params, settings=settings)
     return pd.DataFrame(rows)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pdlab.allocators import make_allocator
 from pdlab.allocators.paged import Paged
-from pdlab.bench import kv_allocators, kv_compaction, kv_operations, prefix_reuse, suites
+from pdlab.bench import kv_allocators, kv_compaction, kv_operations, memory_runs, prefix_reuse, suites
 from pdlab.bench.memory_runs import LONGEST, PROMISED, Pace, conversation, with_shared_prefixes
 from pdlab.bench.records import Recorder
 from pdlab.core.config import ALLOCATORS, EngineConfig
@@ -136,6 +136,21 @@ def test_the_load_has_the_lengths_of_the_trace_within_what_the_models_take() -> 
     prompts = [list(prompt_of(item, i, 1000, 0))[:64] for i, item in enumerate(shared)]
     assert prompts[0] == prompts[4] != prompts[1]
     assert shared.clients == 20
+
+
+def test_where_the_trace_itself_is_there_its_lengths_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path))
+    assert memory_runs.lengths_from().startswith("the generator")
+    memory_runs.trace_file().parent.mkdir()
+    lengths = [(374, 44), (4000, 300), (5000, 9), (7, 5000)]
+    lines = [f"2023-11-16 18:15:4{i}.6805900,{p},{o}" for i, (p, o) in enumerate(lengths)]
+    memory_runs.trace_file().write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    assert memory_runs.lengths_from() == memory_runs.trace_file().name
+    workload = conversation(3, 4, seed=1)
+    assert {(i.prompt_tokens, i.max_tokens) for i in workload} == {(374, 44), (3796, 300), (4087, 9), (1, LONGEST - 1)}
+    assert (workload.name, workload.clients, workload.duration_s) == ("azure_conversation", 3, 0)
+    assert len(conversation(3, 40, seed=1)) == 40
+    assert conversation(3, 40, seed=1).items == conversation(3, 40, seed=1).items != conversation(3, 40, seed=2).items
 
 
 @pytest.mark.parametrize("kind", ALLOCATORS)
