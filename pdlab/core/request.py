@@ -64,7 +64,8 @@ class Request:
 
     Token positions are 0-based over prompt + output. `num_computed` counts the tokens whose KV the retired steps wrote;
     `num_scheduled >= num_computed` also counts steps in flight. A preempted request sets both to 0 and computes prompt
-    and output again.
+    and output again. While it decodes, its row counts what is scheduled and sampled (scheduler.rows); the two fields here
+    follow when it gives the row back.
     """
 
     request_id: int

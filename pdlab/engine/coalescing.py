@@ -100,8 +100,6 @@ class CoalescingEngine(Engine):
         request.output_token_ids += tokens
         request.token_times += times
         request.num_computed += n
-        request.num_scheduled += n
-        request.num_sampled += n
         rows = self.scheduler.rows
         rows.scheduled[request.row] += n
         rows.sampled[request.row] += n

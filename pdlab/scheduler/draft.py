@@ -163,7 +163,7 @@ class Draft:
             for i, (r, _, _) in enumerate(chunks, start=len(requests))
             if s.needs_seen(r)
         )
-        self._advance(chunks, requests, sampled)
+        self._advance(chunks, sampled)
         requests += [r for r, _, _ in chunks]
         plan = Plan(
             step=step,
@@ -214,15 +214,11 @@ class Draft:
         index, row = zip(*ends, strict=True)
         return np.append(np.arange(d), index).astype(np.int32), np.append(self.decode_rows, row)
 
-    def _advance(self, chunks: list[tuple[Request, int, int]], decoding: list[Request], sampled: np.ndarray) -> None:
+    def _advance(self, chunks: list[tuple[Request, int, int]], sampled: np.ndarray) -> None:
         rows = self.scheduler.rows
         rows.scheduled[self.decode_rows] += 1
         rows.sampled[sampled] += 1
-        for request in decoding:
-            request.num_scheduled += 1
-            request.num_sampled += 1
         for request, _, hi in chunks:
             request.num_scheduled = rows.scheduled[request.row] = hi
             if hi == request.num_tokens:
-                request.num_sampled += 1
                 self.scheduler.prompt_done(request)

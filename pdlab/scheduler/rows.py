@@ -3,6 +3,7 @@ operations whatever its batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +26,8 @@ _MOST = {np.float32: float(np.finfo(np.float32).max), np.int32: int(np.iinfo(np.
 
 class Rows:
     """Persistent rows, one a running request; the executor keeps device state (last token, seen tokens) under the same
-    numbers. The arrays mirror fields of Request and what the allocator said; planning changes both together."""
+    numbers. What the allocator said of a request is mirrored here. `scheduled` and `sampled` are the truth while it has a
+    row: a step counts them up for all its decodes at once, and `release` sets the request's own fields right."""
 
     def __init__(self, count: int, pages: int) -> None:
         self.clear(count)
@@ -67,6 +69,7 @@ class Rows:
         self._sampling = None
 
     def release(self, request: Request) -> None:
+        request.num_scheduled, request.num_sampled = int(self.scheduled[request.row]), int(self.sampled[request.row])
         self.request[request.row] = None
         self._unused.append(request.row)
         request.row = -1
@@ -79,6 +82,17 @@ class Rows:
         self.pages[row] = len(pages)
         self.base[row] = allocator.base(rid)
         self.room[row] = allocator.room(rid)
+
+    def locate_all(self, requests: Sequence[Request], allocator: Allocator) -> None:
+        """`locate` for several at once."""
+        rows, ids = [r.row for r in requests], [r.request_id for r in requests]
+        self.room[rows] = room = np.array([allocator.room(rid) for rid in ids], np.int64)
+        if allocator.kind != "paged":
+            self.base[rows] = allocator.bases(ids)
+            return
+        tables = allocator.page_tables(ids)
+        self.table[rows, : tables.shape[1]] = tables
+        self.pages[rows] = -(-room // allocator.page_size)
 
     def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(page_table i32[B, P], base i64[B]); entries past a request's own pages are 0, or stale and never read."""

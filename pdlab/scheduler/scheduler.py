@@ -51,7 +51,8 @@ class Scheduler:
         self.preempted_last = 0  # requests that the last plan preempted
         self._decoding: tuple[np.ndarray, list[Request]] | None = None  # None: to be gathered again
         self._fresh: set[int] = set()  # admitted and not yet in a plan: the executor has not seen their tokens
-        self._submitted: deque[list[Request]] = deque()  # requests of each step in flight
+        self._submitted: deque[tuple[list[Request], int]] = deque()  # of each step in flight: requests, `_departures` then
+        self._departures = 0  # how often a request gave its row back
         self._moved = 0  # slots that compaction had moved when `rows` last took down where memory is
         self.unreserved = 0  # slots that admitted prompts have still to be given, a part with each chunk
         self._promised = 0  # slots to come back from steps in flight that somebody already waits for
@@ -84,20 +85,20 @@ class Scheduler:
         plan, requests = draft.freeze(self._step)
         self._fresh.difference_update(draft.chunks)
         self.allocator.submitted(self._step)
-        self._submitted.append(requests)
+        self._submitted.append((requests, self._departures))
         return plan
 
     def commit(self, plan: Plan) -> list[Request]:
         """The oldest step in flight ended well: its KV is there. Returns its requests in the plan's order; those that
         ended or were preempted meanwhile are among them. Call it before the step's new tokens are appended."""
-        requests = self._submitted.popleft()
+        requests, departures = self._submitted.popleft()
         self.allocator.retire(plan.step)
         decodes = plan.shape.decode_count
         ends = plan.context_lens.tolist()
         ids: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
-        if not self.config.prefix_reuse and all(r.status is Status.RUNNING for r in requests[:decodes]):
+        if not self.config.prefix_reuse and departures == self._departures:
             # the usual step: nobody left, and nobody will ask which tokens they were
             for request, end in zip(requests[:decodes], ends, strict=False):
                 request.num_computed = end
@@ -124,7 +125,7 @@ class Scheduler:
     def restart(self, requests: Iterable[Request]) -> list[Request]:
         """A step failed, or was interrupted anywhere, and the executor forgot everything: each of `requests`, all that have
         not ended, waits and is computed again. Returns the requests of the oldest step in flight, the one that failed."""
-        failed = self._submitted.popleft() if self._submitted else []
+        failed = self._submitted.popleft()[0] if self._submitted else []
         self._submitted.clear()
         self.allocator.retire(self._step)
         for rid in self.allocator.live():
@@ -229,15 +230,18 @@ class Scheduler:
 
     def grow_all(self, requests: list[Request]) -> int:
         """Room for one more token each, in order, while memory lasts; how many got it."""
-        granted = self.allocator.reserve_many([r.request_id for r in requests], [r.num_scheduled + 1 for r in requests])
-        for request in requests[:granted]:
-            self.rows.locate(request, self.allocator)
+        if not requests:
+            return 0
+        lens = self.rows.scheduled[[r.row for r in requests]] + 1
+        granted = self.allocator.reserve_many([r.request_id for r in requests], lens.tolist())
+        if granted:
+            self.rows.locate_all(requests[:granted], self.allocator)
         return granted
 
     def grow(self, request: Request, draft: Draft) -> bool:
         """Room for one more token, by preempting others if need be. False: not in this step; it then either waits for
         memory that the steps in flight still read, or was preempted itself."""
-        rid, n = request.request_id, request.num_scheduled + 1
+        rid, n = request.request_id, int(self.rows.scheduled[request.row]) + 1
         while not self.allocator.reserve(rid, n):
             if self.compactor.refused(n):
                 continue
@@ -300,6 +304,7 @@ class Scheduler:
             self.unreserved -= self._lacks(request)
         self.allocator.free(rid)
         self.rows.release(request)
+        self._departures += 1
         del self.running[rid]
         self._fresh.discard(rid)
         self._decoding = None

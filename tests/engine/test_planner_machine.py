@@ -168,7 +168,7 @@ class Planner(RuleBasedStateMachine):
     def one_step(self) -> None:
         s = self.engine.scheduler
         before = {r.request_id: r for r in s.running.values()}
-        decoding = {i for i, r in before.items() if i not in s.prefilling and r.num_sampled < s.output_limit(r)}
+        decoding = {i for i, r in before.items() if i not in s.prefilling and s.rows.sampled[r.row] < s.output_limit(r)}
         waiting = list(s.waiting)
         self.device.on_plan = lambda plan: self.check_plan(plan, decoding, waiting)
         self.engine.step()
@@ -203,10 +203,10 @@ class Planner(RuleBasedStateMachine):
         stats, size = memory.stats(), memory.page_size
         lacking = 0
         for rid, r in s.running.items():
-            room = memory.room(rid)
-            assert room >= r.num_scheduled
+            room, scheduled = memory.room(rid), s.rows.scheduled[r.row]
+            assert room >= scheduled
             if memory.kind == "paged" and rid not in getattr(memory, "_runs", ()):
-                assert room - r.num_scheduled < size
+                assert room - scheduled < size
             if rid in s.prefilling:
                 lacking += max(0, -(-r.num_tokens // size) * size - room)
         assert s.unreserved == lacking

@@ -62,7 +62,7 @@ class Watch:
         s, memory = self.engine.scheduler, self.engine.allocator
         size, lacking = memory.page_size, 0
         for rid, r in s.running.items():
-            assert 0 <= memory.room(rid) - r.num_scheduled < size, "reserved for what nobody writes yet"
+            assert 0 <= memory.room(rid) - s.rows.scheduled[r.row] < size, "reserved for what nobody writes yet"
             if rid in s.prefilling:
                 lacking += -(-r.num_tokens // size) * size - memory.room(rid)
         assert s.unreserved == lacking
