@@ -35,6 +35,7 @@ from pdlab.bench.memory_runs import (
     recorder_for,
     report,
     report_equal,
+    short_and_long,
     shortened,
     simulated_engine,
     small_talk,
@@ -78,6 +79,7 @@ class Load:
     variants: tuple[str, ...] = SCHEMES
     divisors: tuple[int, ...] = DIVISORS  # that lengths and memory may be divided by
     by: int = 1  # the one that they are divided by
+    exact: bool = False  # clients ask for the length that they need, not for what the service promises
 
     def workload(self, seed: int) -> Workload:
         made = shortened(self.make(self.concurrency, self.requests, seed), self.by)
@@ -101,7 +103,7 @@ class Load:
                 "max_batch_requests": self.concurrency,
                 "max_batch_tokens": 512 if small else 2048,
                 "max_model_len": self.longest,
-                "promised_output_tokens": 40 if small else PROMISED // self.by,
+                "promised_output_tokens": None if self.exact else 40 if small else PROMISED // self.by,
                 "kv_capacity_tokens": self.kv_tokens,
                 "prefix_reuse": bool(self.shared),
                 **more,
@@ -125,7 +127,10 @@ def real_loads(full: bool) -> list[Load]:
 def simulated_loads(full: bool, model: str) -> list[Load]:
     counts = (100, 50, 25, 10, 200, 400) if full else (10, 50, 100)
     loads = [Load(model, c, max(50, 3 * c) if full else 2 * c) for c in counts]
-    return [Load(model, 100, 300, shared=512, kv_tokens=32_000), *loads] if full else loads
+    if not full:
+        return loads
+    some_small = Load(model, 100, 300, short_and_long, kv_tokens=48_000, exact=True)  # else the hybrid's pool has no use
+    return [Load(model, 100, 300, shared=512, kv_tokens=32_000), some_small, *loads]
 
 
 def run(ctx: Context) -> None:

@@ -18,6 +18,7 @@ from pdlab.claims.evidence import (
 )  # fmt: skip
 from pdlab.costs.kv_sizes import known_shapes, kv_table, solve_kv_models, widest_multi_head_model
 from pdlab.costs.roofline import littles_law_latency
+from pdlab.costs.tables import Row
 from pdlab.hardware.specs import spec
 
 
@@ -44,62 +45,113 @@ def kv_size_is_solved(ev: Evidence, claim: Claim) -> Finding:
 
 def littles_law(ev: Evidence, claim: Claim) -> Finding:
     """Little's law gives the mean latency from requests in flight over throughput. Impossible as stated if that mean lies
-    above the stated P99; else the recorded throughput ratio and waste decide."""
+    above the stated P99; else the recorded throughput ratio and internal waste decide, the middle one of several models."""
     f = claim.figures
     mean = littles_law_latency(f["in_flight"], f["qps"]) * 1e3
-    where = {"concurrency": f["in_flight"]}
-    waste = ev.rows(claim.experiment, "waste_internal", f["variant"], **where)
+    where = {"concurrency": f["in_flight"], "workload": f["workload"]}
+    waste = sorted(ev.rows(claim.experiment, "waste_internal", f["variant"], **where), key=lambda r: r.median)
     pairs = ev.pairs(claim.experiment, "throughput", [f["variant"]], [f["baseline"]], where)
-    value, measured = None, "waste and throughput are not recorded here"
+    value, recorded = None, "waste and throughput are not recorded here"
     if waste:
-        value = ev.value(waste[0])
-        measured = f"recorded: internal waste {waste[0].median:.1f} % (article {f['waste_percent']} %)"
+        row = waste[(len(waste) - 1) // 2]
+        value = ev.value(row)
+        outside = ev.rows(claim.experiment, "waste_external", f["variant"], **where)
+        recorded = f"{row.kind}: internal waste {_span(waste)} % (article {f['waste_percent']} %)"
+        recorded += f", external {_span(outside)} %" if outside else ""
         if pairs and f["variant"] != f["baseline"]:
             claimed = f["qps"] / f["baseline_qps"]
-            measured += f", throughput {middle(pairs).gain:.2f}x of {f['baseline']} (article {claimed:.2f}x)"
+            recorded += f", throughput {middle(pairs).gain:.2f}x of {f['baseline']} (article {claimed:.2f}x)"
     if mean > f["p99_ms"]:
         slowest = (mean - 0.99 * f["p99_ms"]) / 0.01
         reason = (
             f"{f['in_flight']} in flight at {f['qps']} a second is a mean of {mean:.0f} ms, above the P99 of {f['p99_ms']} ms: "
-            f"the slowest 1 % would have to average {slowest / 1e3:.1f} s; {measured}"
+            f"the slowest 1 % would have to average {slowest / 1e3:.1f} s; {recorded}"
         )
         return Finding("impossible", reason, value)
     if not waste or not pairs:
         return not_measured(claim, ev, f"waste and throughput of {f['variant']} at {f['in_flight']} requests")
-    near = abs(waste[0].median - f["waste_percent"]) <= max(2.0, 0.25 * f["waste_percent"])
+    near = abs(waste[(len(waste) - 1) // 2].median - f["waste_percent"]) <= max(2.0, 0.25 * f["waste_percent"])
     claimed = f["qps"] / f.get("baseline_qps", f["qps"])
     grade = graded(middle(pairs).gain, claimed) if f["variant"] != f["baseline"] else "reproduced"
-    return Finding("reproduced" if near and grade == "reproduced" else "partly", measured, value)
+    return Finding("reproduced" if near and grade == "reproduced" else "partly", recorded, value)
+
+
+def _span(rows: list[Row]) -> str:
+    low, high = (f"{f(r.median for r in rows):.1f}" for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _gains(ev: Evidence, claim: Claim) -> dict[int, tuple[float, Pair]]:
+    """{requests in flight: (median gain of the variant over its baseline, one of the pairs)}, over models and runs."""
+    f = claim.figures
+    by_load: dict[int, list[Pair]] = {}
+    for p in ev.pairs(claim.experiment, "throughput", [f["variant"]], [f["baseline"]], {"workload": f["workload"]}):
+        by_load.setdefault(int(p.params["concurrency"]), []).append(p)
+    return {c: (statistics.median(p.gain for p in pairs), pairs[0]) for c, pairs in sorted(by_load.items())}
+
+
+def _wins_from(gains: dict[int, tuple[float, Pair]]) -> int | None:
+    """The concurrency from which on the variant always wins by more than noise."""
+    return next((c for c in gains if all(g > 1 + NOISE for d, (g, _) in gains.items() if d >= c)), None)
 
 
 def crossover_in_concurrency(ev: Evidence, claim: Claim) -> Finding:
     """Reproduced if the variant starts to win (by more than 3 %) within a factor of two of the claimed concurrency; partly
-    if it wins from another point on; not reproduced if it never wins."""
+    if it wins from another point on; not reproduced if it never wins. A card with more memory crosses over later, so what
+    is recorded for the article's card stands beside it."""
     f = claim.figures
-    pairs = ev.pairs(claim.experiment, "throughput", [f["variant"]], [f["baseline"]])
-    by_load: dict[int, list[Pair]] = {}
-    for p in pairs:
-        by_load.setdefault(int(p.params["concurrency"]), []).append(p)
-    if len(by_load) < 2:
+    gains = _gains(ev, claim)
+    if len(gains) < 2:
         return not_measured(claim, ev, f"{f['variant']} beside {f['baseline']} at several concurrencies")
-    gains = {c: statistics.median(p.gain for p in ps) for c, ps in sorted(by_load.items())}
-    first = next((c for c in gains if all(g > 1 + NOISE for d, g in gains.items() if d >= c)), None)
-    text = ", ".join(f"{c}: {g:.2f}x" for c, g in gains.items())
-    last = by_load[max(gains)][0]
+    first, (gain, last) = _wins_from(gains), gains[max(gains)]
+    reason = f"{last.ours.kind}, {_said(f['variant'], gains)}"
+    if ev.device != f["device"] and (there := _gains(Evidence(f["device"], ev.extra), claim)):
+        reason += f". {f['device']}, {there[max(there)][1].ours.kind}: {_said(f['variant'], there)}"
     if first is None:
-        return Finding("not_reproduced", f"no lasting win of {f['variant']}: {text}", ev.value(last.ours, last.gain, "ratio"))
-    verdict = "reproduced" if f["concurrency"] / 2 <= first <= 2 * f["concurrency"] and min(gains) < first else "partly"
-    return Finding(verdict, f"{f['variant']} wins from {first} requests on: {text}", ev.value(last.ours, first, "count"))
+        return Finding("not_reproduced", reason, ev.value(last.ours, gain, "ratio"))
+    near = f["concurrency"] / 2 <= first <= 2 * f["concurrency"] and min(gains) < first
+    return Finding("reproduced" if near else "partly", reason, ev.value(last.ours, first, "count"))
+
+
+def _said(variant: str, gains: dict[int, tuple[float, Pair]]) -> str:
+    first = _wins_from(gains)
+    begins = f"no lasting win of {variant}" if first is None else f"{variant} wins from {first} requests on"
+    return f"{begins}: {', '.join(f'{c}: {g:.2f}x' for c, (g, _) in gains.items())}"
 
 
 def hybrid_beats_both(ev: Evidence, claim: Claim) -> Finding:
-    """Reproduced if the hybrid's throughput beats each rival's by more than 3 %; partly if it keeps up with both."""
+    """Reproduced if the hybrid's throughput beats each rival's by more than 3 %, the median over loads and workloads; partly
+    if it keeps up with both."""
     f = claim.figures
-    each = [ev.pairs(claim.experiment, "throughput", [f["variant"]], [rival]) for rival in f["rivals"]]
+    each = [
+        [p for w in f["workloads"] for p in ev.pairs(claim.experiment, "throughput", [f["variant"]], [r], {"workload": w})]
+        for r in f["rivals"]
+    ]
     if not all(each):
         return not_measured(claim, ev, f"{f['variant']} beside {' and '.join(f['rivals'])}")
     middles = [middle(pairs) for pairs in each]
     worst = min(middles, key=lambda p: p.gain)
     verdict = "reproduced" if worst.gain > 1 + NOISE else "partly" if worst.gain >= 1 - NOISE else "not_reproduced"
     reason = ", ".join(f"{m.gain:.2f}x of {r} ({gain_range(p)})" for m, r, p in zip(middles, f["rivals"], each))
-    return Finding(verdict, reason, ev.value(worst.ours, worst.gain, "ratio"))
+    kinds = " and ".join(sorted({p.ours.kind for pairs in each for p in pairs}))
+    return Finding(verdict, f"{kinds}: {reason}", ev.value(worst.ours, worst.gain, "ratio"))
+
+
+def compaction_cures(ev: Evidence, claim: Claim) -> Finding:
+    """Reproduced if allocations are refused although as much memory is free, and the claimed rhythm of compaction at least
+    halves them; partly if the trouble shows and another rhythm halves it, or this one lessens it by more than 3 %; not
+    reproduced if it never shows or nothing helps."""
+    f = claim.figures
+    rows = {v: ev.rows(claim.experiment, "refused", v) for v in (f["baseline"], f["variant"], f["better"])}
+    if not rows[f["baseline"]] or not rows[f["variant"]]:
+        return not_measured(claim, ev, f"refused allocations of {f['baseline']} and {f['variant']}")
+    without, rhythm = rows[f["baseline"]][-1], rows[f["variant"]][-1]
+    better = rows[f["better"]][-1] if rows[f["better"]] else None
+    share = rhythm.median / without.median if without.median else 1.0
+    cured = better is not None and better.median <= without.median / 2
+    counts = ", ".join(f"{v} {rs[-1].median:g}" for v, rs in rows.items() if rs)
+    reason = f"{without.kind}: allocations refused although as much memory was free: {counts}"
+    if not without.median:
+        return Finding("not_reproduced", reason, ev.value(without))
+    verdict = "reproduced" if share <= 0.5 else "partly" if cured or share < 1 - NOISE else "not_reproduced"
+    return Finding(verdict, reason, ev.value(rhythm))
