@@ -7,8 +7,8 @@ What is kept is a beginning of the tokens ordered by s (equal s: lowest id first
   - the candidate is the best s + noise of all; whether it is kept follows from the number and the mass of the tokens before
     it, one pass. If it is not, no token behind it is either, and the next candidate is the best before it: a rejection cuts
     away about half of what is left.
-  - with top-k and top-p together, the mass of the k best needs the k-th best itself: found by a search over the bits of s,
-    three bits a pass.
+  - top-k would reject most candidates of a flat row, and with top-p the mass of the k best is needed: so first a value that
+    exactly the k best reach is searched, among the floats in their order, by eight pivots a pass.
 
 Bytes: a row of logits a pass, 4 V, from L2; 128256 tokens 0.5 MB. Bound: one multiprocessor's L2 bandwidth a row.
 
@@ -63,23 +63,37 @@ def _before(LOGITS, best, temperature, s0, v0, VOCAB: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _kth(LOGITS, best, temperature, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The k-th largest s: the largest t with at least k tokens s >= t, by eight pivots a pass over the order of floats."""
+def _value(ordered):
+    """The float that _ordered made this of."""
+    return tl.where(ordered == 0, 0, ordered ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cut(LOGITS, best, temperature, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """A t that k tokens reach: the largest with at least k of s >= t, or any with exactly k.
+
+    Eight pivots a pass over the order of floats. The first pass splits by magnitude; from then on a ninth of what is left
+    remains, and soon no second token lies in it: with distinct s a handful of passes, with many equal ones ten.
+    """
     low = tl.full((), -(1 << 31), tl.int64)  # count(s >= low) >= k always; count(s >= high) < k
     high = tl.full((), 1, tl.int64)
+    held = tl.full((), VOCAB, tl.int32)  # count(s >= low)
     step = tl.arange(0, 8)
-    while high - low > 1:
-        width = (high - low + 8) // 9
-        pivot = tl.minimum(low + (step + 1) * width, high)
+    pivot = _ordered(-0.5 * (1 << step).to(tl.float32)).to(tl.int64)
+    while (high - low > 1) & (held != k):
         count = tl.zeros((8, BLOCK), tl.int32)
+        bound = pivot.to(tl.int32)[:, None]
         for first in range(0, VOCAB, BLOCK):
             s = _scaled(LOGITS, first + tl.arange(0, BLOCK), best, temperature, VOCAB)
-            count += (_ordered(s).to(tl.int64)[None, :] >= pivot[:, None]).to(tl.int32)
-        enough = (tl.sum(count, 1) >= k) & (pivot < high)
-        high = tl.minimum(high, tl.min(tl.where(enough, high, pivot), 0))
+            count += (_ordered(s)[None, :] >= bound).to(tl.int32)
+        counts = tl.sum(count, 1)
+        enough = (counts >= k) & (pivot < high)
+        high = tl.minimum(high, tl.min(tl.where((counts < k) & (pivot < high), pivot, high), 0))
+        held = tl.minimum(held, tl.min(tl.where(enough, counts, held), 0))
         low = tl.maximum(low, tl.max(tl.where(enough, pivot, low), 0))
-    bits = low.to(tl.int32)
-    return tl.where(bits == 0, 0, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        pivot = tl.minimum(low + (step + 1) * ((high - low + 8) // 9), high)
+        pivot = tl.minimum(pivot, 0)  # fits 32 bits; the 1 above all is never asked for
+    return _value(low.to(tl.int32))
 
 
 @triton.jit
@@ -112,15 +126,14 @@ def filtered_sample_kernel(
         k = tl.where((k > 0) & (k < VOCAB), k, VOCAB)
         key1, key2 = noise_key(tl.load(SEED + row), tl.load(POSITION + row))
         floor = tl.where(min_p > 0, tl.log(min_p), float("-inf"))
-        mass = tl.full((), 0.0, tl.float32)
-        if p < 1:
-            _, mass = _before(LOGITS, best, temperature, float("-inf"), VOCAB, VOCAB, BLOCK)
-            if k < VOCAB:
-                kth = _kth(LOGITS, best, temperature, k, VOCAB, BLOCK // 4)
-                ahead, mass = _before(LOGITS, best, temperature, kth, 0, VOCAB, BLOCK)
-                mass += (k - ahead).to(tl.float32) * tl.exp(kth)
         s0 = tl.full((), float("-inf"), tl.float32)
         v0 = tl.full((), VOCAB, tl.int32)
+        if k < VOCAB:
+            s0 = _cut(LOGITS, best, temperature, k, VOCAB, BLOCK // 4)
+        mass = tl.full((), 0.0, tl.float32)
+        if p < 1:
+            ahead, mass = _before(LOGITS, best, temperature, s0, 0, VOCAB, BLOCK)
+            mass += (k - ahead).to(tl.float32) * tl.exp(s0)  # of those equal to s0 as many as k leaves room for
         searching = k > 0
         while searching:
             token = winner(_candidate(LOGITS, best, temperature, key1, key2, floor, s0, v0, VOCAB, BLOCK))
