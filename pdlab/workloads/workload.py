@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral, Real
+
+import numpy as np
 
 from pdlab.core.config import SamplingParams
 from pdlab.core.errors import WorkloadError
+
+
+_NUMBER, _WHOLE = int | float | Real, int | Integral  # the last of each also knows NumPy's, and takes longer
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, _NUMBER)
+
+
+def _is_whole(x: object) -> bool:
+    return isinstance(x, _WHOLE) and not isinstance(x, bool)
+
+
+def _fit(pieces: object, prompt_tokens: int) -> bool:
+    """Whether these are pieces of a prompt of so many tokens."""
+    try:
+        return sum(n for _, n in pieces) <= prompt_tokens and all(  # type: ignore[attr-defined]
+            _is_whole(content) and _is_whole(n) and n >= 1
+            for content, n in pieces  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError):  # no pairs of numbers
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +56,17 @@ class Item:
     pieces: tuple[tuple[int, int], ...] = ()  # made-up prompts begin with these (content id, tokens); equal ids, equal tokens
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
-            raise WorkloadError(f"an item arrives at {self.arrival_s} s", "use a finite time, 0 or later")
-        if self.prompt is None and self.prompt_tokens < 1:
-            raise WorkloadError(f"an item has no prompt and prompt_tokens={self.prompt_tokens}", "give one of them")
-        if self.pieces and sum(tokens for _, tokens in self.pieces) > self.prompt_tokens:
-            raise WorkloadError(f"pieces={self.pieces} in a prompt of {self.prompt_tokens}", "make them fit")
+        """What the engine's door checks of a request (parameters, priority, deadlines) is left to it."""
+        if not (_is_number(self.arrival_s) and 0 <= self.arrival_s < math.inf):
+            raise WorkloadError(f"an item arrives at {self.arrival_s!r} s", "use a finite time, 0 or later")
+        if not _is_whole(self.prompt_tokens) or (self.prompt is None and self.prompt_tokens < 1):
+            what = "an item has no prompt and" if self.prompt is None else "an item has"
+            raise WorkloadError(f"{what} prompt_tokens={self.prompt_tokens!r}", "give a prompt, or a whole number from 1 on")
+        if not (self.prompt is None or isinstance(self.prompt, str | Sequence | np.ndarray)):
+            raise WorkloadError(f"an item's prompt is {self.prompt!r}", "use text, a list of token ids, or None")
+        if self.pieces and not _fit(self.pieces, self.prompt_tokens):
+            what = f"pieces={self.pieces} in a prompt of {self.prompt_tokens}"
+            raise WorkloadError(what, "make them fit: (content id, tokens) each, whole numbers, from 1 token on")
 
     def sampling(self) -> SamplingParams:
         """`params`, or greedy sampling of exactly `max_tokens` tokens (a made-up prompt has no end of its own)."""
