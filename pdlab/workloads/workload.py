@@ -13,8 +13,7 @@ import numpy as np
 from pdlab.core.config import SamplingParams
 from pdlab.core.errors import WorkloadError
 
-
-_NUMBER, _WHOLE = int | float | Real, int | Integral  # the last of each also knows NumPy's, and takes longer
+_NUMBER, _WHOLE = (int, float, Real), (int, Integral)  # the last of each also knows NumPy's, and takes longer
 
 
 def _is_number(x: object) -> bool:
