@@ -1,19 +1,22 @@
-"""What the attention suites share: random caches behind a view, a float64 check in the same run, rivals, tables of tiles."""
+"""What the attention suites share: random caches behind a view, a float64 check in the same run, timing in turns, tables."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdlab.hardware.timing import L2Rotation, Timings, alternate, graph_time_us, time_ms
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from pdlab.bench.suites import Context
+    from pdlab.costs.roofline import Ceilings
     from pdlab.kernels.kv_view import KVView
 
 Call = Callable[..., Any]
@@ -81,9 +84,9 @@ def last_request(q: torch.Tensor, view: KVView, most: int = 256) -> tuple[torch.
     return out.view(rows, q.shape[1], q.shape[2]), rows
 
 
-def check(name: str, call: Call, q: torch.Tensor, view: KVView) -> None:
-    """Raises AssertionError unless call(q, view) is attention to within rounding."""
-    truth, rows = last_request(q, view)
+def check(name: str, call: Call, q: torch.Tensor, view: KVView, truth_rows: tuple[torch.Tensor, int] | None = None) -> None:
+    """Raises AssertionError unless call(q, view) is attention to within rounding. `truth_rows` as of last_request."""
+    truth, rows = truth_rows or last_request(q, view)
     out = call(q, view)[-rows:].double()
     error = float((out - truth).norm() / truth.norm())
     if not error < TOLERANCE[str(q.dtype).removeprefix("torch.")]:
@@ -102,88 +105,92 @@ def backend(name: str, q: torch.Tensor, view: KVView, requests: int) -> Call:
     return make_ops(config, heads, q.device, q.dtype).attention
 
 
-def prefill_rivals(kernels: tuple[str, ...] = ("cudnn", "flash", "math")) -> dict[str, Call]:
-    """Kernels over packed prompts of one length that lie in extents, by the names that the tables use for rivals."""
-    import torch.nn.functional as F
-    from torch.nn.attention import sdpa_kernel
+@dataclass
+class Measured:
+    """Milliseconds by variant, how each was timed, and why the others have none."""
 
-    from pdlab.kernels.library_attention import SDPA_KERNELS
-
-    def run(kernel: str, q: torch.Tensor, view: KVView) -> torch.Tensor:
-        n, batch = view.max_q, len(view.host_lens)
-        rows, k, v = (x.reshape(batch, n, -1, q.shape[2]).transpose(1, 2) for x in (q, view.k, view.v))
-        with sdpa_kernel(SDPA_KERNELS[kernel]):
-            out = F.scaled_dot_product_attention(rows, k, v, is_causal=True, enable_gqa=q.shape[1] != view.k.shape[1])
-        return out.transpose(1, 2).reshape(q.shape)
-
-    def fa3(q: torch.Tensor, view: KVView) -> torch.Tensor:
-        k, v = view.k.flatten(1, 2), view.v.flatten(1, 2)
-        return interface.flash_attn_varlen_func(q, k, v, view.cu_q, view.cu_q, view.max_q, view.max_kv, causal=True)
-
-    names = {"cudnn": "cudnn", "flash": "fa2", "math": "torch_math"}
-    found: dict[str, Call] = {names[kernel]: partial(run, kernel) for kernel in kernels}
-    try:
-        import flash_attn_interface as interface
-    except ImportError:
-        return found
-    return found | {"fa3": fa3}
+    times: dict[str, Timings]
+    left_out: dict[str, str]
 
 
-def decode_rivals(q: torch.Tensor, view: KVView) -> dict[str, Call]:
-    """FlashInfer where it can be imported, planned for these lengths; it reads the same per-head pages."""
-    import torch
+def measure(
+    calls: dict[str, Call], q: torch.Tensor, view: KVView, *, graph: bool, rounds: int = 3, budget_ms: float = 60
+) -> Measured:
+    """Each call checked, then timed in turns over caches rotated past L2. What is wrong or cannot run here is left out.
 
-    try:
-        import flashinfer
-    except Exception:  # a build for another CUDA raises more than ImportError
-        return {}
-    if view.kind != "paged":
-        return {}
-    lens, size = view.seq_lens.cpu(), view.page_size
-    pages = (lens + size - 1) // size
-    first = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0))).int().to(q.device)
-    flat = torch.cat([view.block_table[b, : int(n)] for b, n in enumerate(pages)])
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device=q.device), "HND", use_tensor_cores=True
-    )
-    wrapper.plan(first, flat, ((lens - 1) % size + 1).int().to(q.device), q.shape[1], view.k.shape[1], q.shape[2], size,
-                 q_data_type=q.dtype, kv_data_type=q.dtype)  # fmt: skip
-    return {"flashinfer": lambda q, view: wrapper.run(q, (view.k, view.v))}
-
-
-def measure(calls: dict[str, Call], q: torch.Tensor, view: KVView, *, graph: bool, rounds: int = 3) -> dict[str, Timings]:
-    """Milliseconds of each call, in turns, over caches rotated past L2; what cannot run here is left out with a word."""
+    With `graph`, calls of up to 2 ms are timed inside CUDA graphs of 20; a launch is a thousandth of what takes longer.
+    """
     import torch
 
     def copy(i: int) -> tuple[Any, ...]:
         return (q, view if i == 0 else replace(view, k=torch.randn_like(view.k), v=torch.randn_like(view.v)))
 
-    usable = {}
+    truth, usable, left_out = last_request(q, view), {}, {}
     for name, call in calls.items():
         try:
-            check(name, call, q, view)
+            check(name, call, q, view, truth)
             usable[name] = call
-        except RuntimeError as error:
-            print(f"  {name} left out: {str(error).splitlines()[0][:120]}")
+        except (AssertionError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     rotation = L2Rotation(copy, 2 * view.k.numel() * view.k.element_size(), l2_bytes=None if q.is_cuda else 0)
 
-    def once(call: Call) -> Timings:
-        if graph and q.is_cuda:
-            return graph_time_us(call, rotation=rotation, n=15, budget_ms=100).scaled(1e-3, "ms")
-        return time_ms(call, rotation=rotation, device=str(q.device), n=15, warmup=1, budget_ms=150)
+    def timer(call: Call) -> Callable[[], Timings]:
+        plainly = partial(time_ms, call, rotation=rotation, device=str(q.device), n=15, warmup=1, budget_ms=budget_ms)
+        if not (graph and q.is_cuda) or time_ms(call, rotation=rotation, n=3, warmup=1, budget_ms=10).median > 2:
+            return plainly
+        return lambda: graph_time_us(call, rotation=rotation, n=15, budget_ms=budget_ms).scaled(1e-3, "ms")
 
-    return alternate({name: partial(once, call) for name, call in usable.items()}, rounds)
+    return Measured(alternate({name: timer(call) for name, call in usable.items()}, rounds), left_out)
+
+
+def record_left_out(ctx: Context, left_out: dict[str, str], metric: str, unit: str, params: dict[str, Any]) -> None:
+    """A row for each variant that has no number, with the reason."""
+    for name, why in left_out.items():
+        ctx.record.skip(metric, unit, why, variant=name, params=params)
+        ctx.say(f"  {name} left out: {why[:120]}")
+
+
+def insist(ctx: Context, *own: str) -> None:
+    """Raises AssertionError if this project's own attention was wrong somewhere; called when the other rows are made."""
+    wrong = [r for r in ctx.record.rows if r.variant in (own or ("ours", "triton")) and "is wrong" in r.status]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} cases are wrong, the first: {wrong[0].params}: {wrong[0].status}")
+
+
+def record_ceilings(ctx: Context) -> Ceilings:
+    """The read and matrix ceilings, measured in this run and written beside what is held against them."""
+    from pdlab.bench import ceilings
+
+    top = ceilings.measure(ctx.device, ctx.dtype, quick=not ctx.full)
+    ctx.record.add("read_ceiling", top.read_bytes_per_s / 1e12, "TB/s", params={})
+    ctx.record.add("matmul_ceiling", top.matmul_flops_per_s / 1e12, "TFLOP/s", params={"dtype": ctx.dtype})
+    return top
+
+
+def table_paths(ctx: Context) -> list[Path]:
+    """Where a suite's tables go: beside the records that are being made, or into the user's own folder, where they count."""
+    from pdlab.bench.records import target_root
+    from pdlab.core.paths import home_dir
+
+    folders = []
+    for root in ctx.record.roots:
+        kept = root.parent if root.name == "measurements" else root
+        folders.append(home_dir() if root == target_root(False) else kept)
+    return [folder / "tuning" / f"{ctx.machine.slug}.json" for folder in folders]
 
 
 def write_table(ctx: Context, key: str, entries: list[dict[str, Any]], replaced: dict[str, Any]) -> None:
-    """Puts entries into tuning/<device>.json beside the measurements being written, in place of those with these values."""
+    """Puts entries into tuning/<device>.json, in place of those with these values, and notes the run they come from."""
     from pdlab.kernels.tuning import table
 
-    for root in ctx.record.roots:
-        path = (root.parent if root.name == "measurements" else root) / "tuning" / f"{ctx.machine.slug}.json"
+    ctx.record.flush()
+    known = ctx.record.provenance.get(ctx.record.rows[-1].provenance_id, {}) if ctx.record.rows else {}
+    run = {name: known.get(name) for name in ("gpu", "driver", "torch", "triton", "commit", "time_utc")}
+    for path in table_paths(ctx):
         path.parent.mkdir(parents=True, exist_ok=True)
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         content[key] = entries + [e for e in content.get(key, []) if any(e.get(k) != v for k, v in replaced.items())]
+        content.setdefault("measured", {})[key] = {"run_id": ctx.record.run_id, **run}
         path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         ctx.say(f"  wrote {path}")
     table.cache_clear()

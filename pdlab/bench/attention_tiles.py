@@ -1,12 +1,14 @@
 """The tile sizes of the attention kernels, swept: which is fastest depends on the architecture, the head size and the length.
 
-One row a tile; the fastest right one of each kind and head size goes to tuning/<device>.json, where kernels.tuning finds it.
-A GPU of capability 8.0 or above is needed: elsewhere the kernels are never chosen.
+One row a tile, its sizes as parameters named tile_…; the fastest right one of each kind and head size goes to
+tuning/<device>.json, where kernels.tuning finds it. A GPU of capability 8.0 or above is needed: elsewhere the kernels are
+never chosen. Most of the time goes into compiling (a few seconds a tile); what the budget does not reach is marked as skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ NAME = "attention_tiles"
 HELP = "sweep of the attention kernels' tile sizes; writes the device's tuning table"
 
 QUERIES = (256, 4096)  # tokens a prompt: one length for the bandwidth-bound tiles, one for the compute-bound
+HEADS, KV_HEADS = 32, 8
 
 
 def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeTile]:
@@ -36,8 +39,9 @@ def prefill_tiles(shared_bytes: int, head_dim: int) -> Iterator[PrefillTile]:
     for block_m, warps in ((64, 4), (128, 4), (128, 8)):
         for block_n in (32, 64, 128):
             for stages in (2, 3):
-                if (block_m + 2 * stages * block_n) * head_dim * 2 <= shared_bytes - (2 << 10):
-                    yield PrefillTile(block_m, block_n, warps, stages)
+                tile = PrefillTile(block_m, block_n, warps, stages)
+                if tile.shared_bytes(head_dim) <= shared_bytes - (2 << 10):
+                    yield tile
 
 
 def hopper_tiles(head_dim: int) -> Iterator[HopperTile]:
@@ -48,9 +52,17 @@ def hopper_tiles(head_dim: int) -> Iterator[HopperTile]:
             yield HopperTile(consumers, block_n, stages, turns)
 
 
-def run(ctx: Context) -> None:
-    from dataclasses import asdict
+def sweep(phase: str, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
+    """(kind of table entry, tile) of everything worth timing in a phase."""
+    if phase == "decode":
+        yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, tuning.capability >= (9, 0)))
+        return
+    yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim))
+    if tuning.capability == (9, 0):
+        yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim))
 
+
+def run(ctx: Context) -> None:
     from pdlab.bench import _attention as common
     from pdlab.kernels.dispatch import why_not
     from pdlab.kernels.tuning import Tuning
@@ -64,27 +76,38 @@ def run(ctx: Context) -> None:
         for phase, n, batch in (("decode", 4096, 32), *(("prefill", n, 16384 // n) for n in QUERIES)):
             new = n if phase == "prefill" else 1
             q, view = common.make_view(
-                [n] * batch, [new] * batch, heads=32, kv_heads=8, head_dim=dim, page=16 if phase == "decode" else 0,
+                [n] * batch, [new] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=dim, page=16 if phase == "decode" else 0,
                 dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
             )  # fmt: skip
             for kind, tile in sweep(phase, tuning, dim):
-                sizes = asdict(tile)
-                params = {"kind": kind, "head_dim": dim, "length": n, "dtype": ctx.dtype, **sizes}
-                if ctx.left() <= 0:
-                    ctx.record.skip("latency", "us", "the time budget ran out", params=params)
-                    continue
-                try:
-                    times = common.measure({"ours": call_of(tile, tuning)}, q, view, graph=True, rounds=1)
-                except Exception as error:  # out of shared memory or registers: not a tile for this device
-                    ctx.record.skip("latency", "us", f"{type(error).__name__}: {error}"[:200], params=params)
-                    continue
-                for t in times.values():
-                    ctx.record.add("latency", t.scaled(1e3, "us"), params=params)
-                    if t.median < best.get((kind, n), (float("inf"), {}))[0]:
-                        best[kind, n] = (t.median, sizes)
-                        ctx.say(f"  {kind} {dim} {n}: {sizes} {t.median * 1e3:.1f} us")
+                ms = _one(ctx, kind, tile, tuning, q, view)
+                if ms is not None and ms < best.get((kind, n), (float("inf"), {}))[0]:
+                    best[kind, n] = (ms, asdict(tile))
+                    ctx.say(f"  {kind} {dim} {n}: {asdict(tile)} {ms * 1e3:.1f} us")
         if best:
             common.write_table(ctx, "attention_tiles", entries(best, dim), {"head_dim": dim})
+    common.insist(ctx)
+
+
+def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any) -> float | None:
+    """Milliseconds of one tile, also written as a row; None where it has none."""
+    from pdlab.bench import _attention as common
+
+    params = {"kind": kind, "head_dim": q.shape[2], "length": view.max_kv, "dtype": ctx.dtype}
+    params |= {f"tile_{name}": value for name, value in asdict(tile).items()}
+    if ctx.left() <= 0:
+        ctx.record.skip("latency", "us", "the time budget ran out", params=params)
+        return None
+    try:
+        found = common.measure({"ours": call_of(tile, tuning)}, q, view, graph=True, rounds=1, budget_ms=30)
+    except Exception as error:  # out of shared memory or registers: not a tile for this device
+        ctx.record.skip("latency", "us", f"{type(error).__name__}: {error}"[:200], params=params)
+        return None
+    common.record_left_out(ctx, found.left_out, "latency", "us", params)
+    for t in found.times.values():
+        ctx.record.add("latency", t.scaled(1e3, "us"), params=params)
+        return t.median
+    return None
 
 
 def entries(best: dict[tuple[str, int], tuple[float, dict[str, Any]]], head_dim: int) -> list[dict[str, Any]]:
@@ -99,16 +122,6 @@ def entries(best: dict[tuple[str, int], tuple[float, dict[str, Any]]], head_dim:
         if kind != "prefill_hopper" or ms < best.get(("prefill", length), (float("inf"), {}))[0]:
             made.append({"kind": kind, "head_dim": head_dim, **bounds, **sizes})
     return made
-
-
-def sweep(phase: str, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
-    """(kind of table entry, tile) of everything worth timing in a phase."""
-    if phase == "decode":
-        yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, tuning.capability >= (9, 0)))
-        return
-    yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim))
-    if tuning.capability == (9, 0):
-        yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim))
 
 
 def call_of(tile: Any, tuning: Any) -> Any:

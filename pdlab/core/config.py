@@ -18,7 +18,7 @@ from pdlab.core.errors import ConfigError, InvalidRequest, PdlabError
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ALLOCATORS = ("paged", "contiguous_pool", "per_request", "hybrid")
 FITS = ("first", "best")
-ATTENTION = ("auto", "plain", "sdpa", "triton", "flash_attn")
+ATTENTION = ("auto", "plain", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "triton", "flash_attn")
 OPS = ("auto", "reference", "fused")
 BATCHING = ("continuous_chunked", "continuous", "static", "one_at_a_time", "article", "article_mended")
 POLICIES = (

@@ -165,3 +165,11 @@ def attention_flops(batch: int, heads: int, queries: int, keys: int, head_dim: i
     """FLOPs of one attention call. Causal: the queries are the last `queries` of `keys` positions."""
     pairs = queries * keys - queries * (queries - 1) // 2 if causal else queries * keys
     return 4.0 * batch * heads * head_dim * pairs
+
+
+def plain_attention_bytes(batch: int, heads: int, tokens: int, head_dim: int, itemsize: int = 2, passes: int = 8) -> float:
+    """Bytes of plain attention over whole prompts: the n x n scores pass through memory `passes` times, q, k, v and o once.
+
+    Eight passes: the product writes them, scaling, masking and softmax read and write them, the second product reads them.
+    """
+    return 1.0 * itemsize * batch * heads * (passes * tokens * tokens + 4 * tokens * head_dim)

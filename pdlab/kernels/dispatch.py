@@ -1,7 +1,8 @@
 """Which attention runs: the backends there are, why one is missing, and the choice for a step.
 
     plain       reference.ReferenceOps.attention, on any device; the oracle
-    sdpa        K and V gathered, then torch's scaled_dot_product_attention
+    sdpa        K and V gathered, then torch's scaled_dot_product_attention; sdpa:flash, sdpa:cudnn and sdpa:efficient force
+                one of its kernels
     triton      this project's kernels, from compute capability 8.0 on
     flash_attn  the flash-attn package where it is installed; pages must be a multiple of 256 tokens
 
@@ -57,8 +58,9 @@ def _missing(module: str) -> str | None:
 
 def why_not(backend: str, capability: tuple[int, int] | None) -> str | None:
     """Why `backend` cannot run on a device of this capability (None: a CPU), or None if it can."""
+    backend, _, kernel = backend.partition(":")
     if backend in ("plain", "sdpa"):
-        return _missing("torch")
+        return _missing("torch") or (f"sdpa:{kernel} needs a CUDA device" if kernel and capability is None else None)
     if problem := _missing(backend):
         return problem
     if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -95,10 +97,12 @@ def default_backend(capability: tuple[int, int] | None, dtype: str) -> str:
     return "triton" if capability >= (8, 0) and dtype != "float32" and why_not("triton", capability) is None else "sdpa"
 
 
-def choose(rules: list[dict[str, Any]], default: str, *, dtype: str, head_dim: int, q: int, kv: int, batch: int) -> str:
-    """Backend for a step: the first rule that fits its phase, dtype, head size, longest lengths and batch."""
+def choose(
+    rules: list[dict[str, Any]], default: str, *, dtype: str, head_dim: int, q: int, kv: int, batch: int, page: int = 0
+) -> str:
+    """Backend for a step: the first rule that fits it; `q` and `kv` are its longest lengths, `page` 0 means extents."""
     phase = "decode" if q <= 1 else "prefill"
-    entry = first_match(rules, phase=phase, dtype=dtype, head_dim=head_dim, q=q, kv=kv, batch=batch)
+    entry = first_match(rules, phase=phase, dtype=dtype, head_dim=head_dim, q=q, kv=kv, batch=batch, page=page)
     return entry["backend"] if entry else default
 
 
@@ -110,11 +114,12 @@ def make_ops(config: EngineConfig, model_config: HeadShape, device: Any, dtype: 
     """
     import torch
 
+    from pdlab.hardware.probe import cpu_slug
     from pdlab.kernels.dispatched_ops import DispatchedOps
 
     device, dtype = torch.device(device), dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    tuning = Tuning.of_device(device.index or 0) if device.type == "cuda" else Tuning("cpu", (8, 0), 4, 32 << 20)
+    tuning = Tuning.of_device(device.index or 0) if device.type == "cuda" else Tuning(cpu_slug(), (8, 0), 4, 32 << 20)
     name = str(dtype).removeprefix("torch.")
     rules: list[dict[str, Any]] = []
     if config.attention != "auto":
@@ -129,7 +134,7 @@ def make_ops(config: EngineConfig, model_config: HeadShape, device: Any, dtype: 
         rules = [
             rule
             for rule in table(tuning.device).get("attention_dispatch", [])
-            if not (why_not(b := rule["backend"].partition(":")[0], capability) or _unfit(b, config, model_config))
+            if not (why_not(b := rule["backend"], capability) or _unfit(b, config, model_config))
         ]
     arguments = (rules, default, model_config, max(1, config.max_batch_requests), device, name, tuning)
     if _fused(config.ops, capability, name, model_config):

@@ -68,5 +68,6 @@ class DispatchedOps(ReferenceOps):
         name = self.default
         if self.rules:
             facts = {"q": view.max_q, "kv": view.max_kv, "batch": len(view.seq_lens)}
+            facts["page"] = view.page_size if view.kind == "paged" else 0
             name = choose(self.rules, name, dtype=self.dtype, head_dim=q.shape[2], **facts)
         return self.backend(name)(q, view)

@@ -41,19 +41,19 @@ def tiled_attention(
     care = care or Care()
     n, dim = q.shape
     dtype, scale = q.dtype, dim**-0.5
-    m = torch.full((n,), -torch.inf)
-    total = torch.zeros(n)
-    acc = torch.zeros(n, dim)
+    m = torch.full((n,), -torch.inf, device=q.device)
+    total = torch.zeros(n, device=q.device)
+    acc = torch.zeros(n, dim, device=q.device)
     for lo in range(0, len(k), tile):
         keys = slice(lo, min(lo + tile, len(k)))
         scores = q.float() @ k[keys].float().T
         scores = (scores if care.wide_scores else scores.to(dtype).float()) * scale
         if mask is not None:
             scores = scores.masked_fill(~mask[:, keys], -torch.inf)
-        new = torch.maximum(m, scores.amax(1)) if care.subtract_max else torch.zeros(n)
+        new = torch.maximum(m, scores.amax(1)) if care.subtract_max else torch.zeros_like(m)
         base = torch.where(new == -torch.inf, 0.0, new) if care.guard_empty else new
         p = torch.exp(scores - base[:, None])
-        shrink = torch.exp(m - base) if care.rescale and care.subtract_max else torch.ones(n)
+        shrink = torch.exp(m - base) if care.rescale and care.subtract_max else torch.ones_like(m)
         total = total * shrink + p.sum(1)
         acc = acc * shrink[:, None] + p.to(dtype).float() @ v[keys].float()
         m = new

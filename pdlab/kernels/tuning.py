@@ -1,13 +1,15 @@
 """Tiles of the attention kernels: from this device's measured table, else by a rule.
 
-`data/tuning/<device>.json`, or the user's own under $PDLAB_HOME, holds what `pdlab bench attention_tiles` found:
+`data/tuning/<device>.json` holds what `pdlab bench attention_tiles` found, and the user's own file of that name under
+$PDLAB_HOME extends it: its entries come first.
 
     {"attention_tiles": [{"kind": "decode", "head_dim": 128, "max_rows": 16, "block_n": 64, "warps": 4, ...}, ...],
      "attention_dispatch": [{"phase": "prefill", "dtype": "bfloat16", "max_q": 512, "backend": "sdpa"}, ...]}
 
 The first entry whose conditions all hold counts; a condition that an entry leaves out always holds, `max_...` and `min_...` are
-bounds and anything else must be equal. Without an entry the rule decides: the largest tiles that leave the registers and the
-shared memory of this capability enough for the loads in flight. No torch here.
+bounds and anything else must be equal. `measured` says in which run, with which commit, when and where. Without an entry the
+rule decides: the largest tiles that leave the registers and the shared memory of this capability enough for the loads in
+flight. No torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from pdlab.core.errors import MeasurementError
-from pdlab.core.paths import find_data
+from pdlab.core.paths import data_dir, home_dir
 
 # Shared memory of a multiprocessor, bytes (CUDA programming guide, table of compute capabilities)
 SHARED = {(8, 0): 164 << 10, (8, 6): 100 << 10, (8, 9): 100 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10, (12, 0): 100 << 10}
@@ -40,6 +42,10 @@ class PrefillTile:
     warps: int
     stages: int
 
+    def shared_bytes(self, head_dim: int, itemsize: int = 2) -> int:
+        """Shared memory of a block: the queries and `stages` tiles of K and of V."""
+        return (self.block_m + 2 * self.stages * self.block_n) * head_dim * itemsize
+
 
 @dataclass(frozen=True)
 class HopperTile:
@@ -56,14 +62,20 @@ Tile = TypeVar("Tile", DecodeTile, PrefillTile, HopperTile)
 
 @cache
 def table(device: str) -> dict[str, list[dict[str, Any]]]:
-    """The measured table of a device slug; empty where there is none."""
-    path = find_data(f"tuning/{device}.json")
-    if path is None:
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MeasurementError(f"{path} is not a tuning table: {error}", "delete it or measure it again") from error
+    """The measured entries of a device slug, the user's own before the shipped; empty where there are none."""
+    merged: dict[str, list[dict[str, Any]]] = {}
+    for base in (home_dir(), data_dir()):
+        path = base / "tuning" / f"{device}.json"
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            for key, entries in content.items():
+                if isinstance(entries, list):
+                    merged.setdefault(key, []).extend(dict(entry) for entry in entries)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise MeasurementError(f"{path} is not a tuning table: {error}", "delete it or measure it again") from error
+    return merged
 
 
 def first_match(entries: list[dict[str, Any]], **facts: Any) -> dict[str, Any] | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,8 @@ from pdlab.bench import (
     ceilings,
     suites,
 )
+from pdlab.bench import _attention_rivals as rivals
+from pdlab.costs import tables
 from pdlab.costs.roofline import Ceilings
 from pdlab.kernels.dispatch import choose
 from pdlab.kernels.tuning import first_match
@@ -28,6 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "_SMOKE", [(2, 40, 16), (2, 33, 0)])
     monkeypatch.setattr(attention_prefill, "LENGTHS", {"smoke": (17, 40)})
     monkeypatch.setattr(attention_prefill, "TOKENS", {"smoke": 40})
+    monkeypatch.setattr(attention_prefill, "ALONE", {"smoke": (40,)})
     monkeypatch.setattr(attention_dispatch, "_CELLS", {"smoke": [("prefill", 24, 2), ("decode", 40, 3)]})
     monkeypatch.setattr(attention_stability, "TILES", (32,))
 
@@ -44,7 +51,21 @@ def test_every_case_has_each_rival_and_its_floor_under_the_same_parameters(name:
                 "floor" if row.kind == "predicted" else row.variant
             )
     assert len(by_params) == 2
-    assert all(found == {"plain", "sdpa", "floor"} for found in by_params.values())
+    rivals = {"plain", "sdpa", "floor"} | ({"article"} if name == "attention_prefill" else set())
+    assert all(found == rivals for found in by_params.values())
+    assert {row.metric for row in recorder.rows} >= {"read_ceiling", "matmul_ceiling", "share_of_floor"}
+
+
+def test_a_single_prompt_is_also_timed_launched_by_itself(tmp_path: Path) -> None:
+    _, recorder = suites.run("attention_prefill", device="cpu", out=tmp_path, say=lambda line: None)
+    eager = [row for row in recorder.rows if row.metric == "eager_latency"]
+    assert {(row.variant, row.params["seq_len"], row.params["batch"]) for row in eager} == {
+        (variant, 40, 1) for variant in ("article", "plain", "sdpa")
+    }
+
+
+def _wrong(q: torch.Tensor, view: Any) -> torch.Tensor:
+    return _attention.backend("plain", q, view, len(view.host_lens))(q, view) * 1.001
 
 
 def test_a_wrong_kernel_is_not_timed() -> None:
@@ -54,7 +75,124 @@ def test_a_wrong_kernel_is_not_timed() -> None:
     right = _attention.backend("plain", q, view, 2)
     _attention.check("right", right, q, view)
     with pytest.raises(AssertionError, match="relative error"):
-        _attention.check("wrong", lambda q, view: right(q, view) * 1.001, q, view)
+        _attention.check("wrong", _wrong, q, view)
+    found = _attention.measure({"right": right, "wrong": _wrong}, q, view, graph=False, rounds=1, budget_ms=1)
+    assert set(found.times) == {"right"}
+    assert "relative error" in found.left_out["wrong"]
+
+
+def test_a_suite_whose_own_attention_is_wrong_writes_the_rest_and_fails(tmp_path: Path, monkeypatch: Any) -> None:
+    real = _attention.backend
+    monkeypatch.setattr(_attention, "backend", lambda name, *rest: _wrong if name == "sdpa" else real(name, *rest))
+    monkeypatch.setattr(_attention, "insist", lambda ctx, insist=_attention.insist: insist(ctx, "sdpa"))
+    with pytest.raises(AssertionError, match="2 cases are wrong"):
+        suites.run("attention_decode", device="cpu", out=tmp_path, say=lambda line: None)
+    (table,) = tmp_path.glob("*/attention_decode.csv")
+    assert ",plain," in table.read_text()
+    assert ",sdpa," in table.read_text()
+    assert "skipped:AssertionError" in table.read_text()
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [n, N, D], k and v [m, K, D], causal with the last query at the last key."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    late = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), v)
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    parts = list(zip(first[:-1].tolist(), first[1:].tolist()))
+    return torch.cat([_attend(q[a:b], k[a:b], v[a:b]) for a, b in parts])
+
+
+def _from_pages(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    return cache[pages.long()].flatten(0, 1)[:length]  # [pages, page, K, D], as FlashAttention keeps them
+
+
+def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    rows = range(len(lens))
+    return torch.cat([_attend(q[b : b + 1], *(_from_pages(c, table[b], int(lens[b])) for c in (k, v))) for b in rows])
+
+
+def _stand_in(whose: str) -> types.ModuleType:
+    """Modules with the signatures of FlashAttention 3's interfaces, from their documentation, computed in plain PyTorch."""
+    module = types.ModuleType(whose)
+
+    def upstream(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+                 causal: bool = False) -> Any:  # fmt: skip
+        assert causal
+        return _packed(q, k, v, cu_seqlens_q)
+
+    def with_cache(q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, page_table: Any, causal: bool = False) -> Any:
+        return _paged(q.squeeze(1), k_cache, v_cache, cache_seqlens, page_table).unsqueeze(1)
+
+    def vllms(q: Any, k: Any, v: Any, max_seqlen_q: int, cu_seqlens_q: Any, max_seqlen_k: int, cu_seqlens_k: Any = None,
+              seqused_k: Any = None, block_table: Any = None, causal: bool = False, fa_version: int = 2) -> Any:  # fmt: skip
+        assert causal
+        assert fa_version == 3
+        return _packed(q, k, v, cu_seqlens_q) if block_table is None else _paged(q, k, v, seqused_k, block_table)
+
+    if whose == "flash_attn_interface":
+        module.flash_attn_varlen_func, module.flash_attn_with_kvcache = upstream, with_cache  # type: ignore[attr-defined]
+    else:
+        module.FA3_AVAILABLE, module.flash_attn_varlen_func = True, vllms  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize("whose", ["flash_attn_interface", "vllm.vllm_flash_attn.flash_attn_interface"])
+def test_flash_attention_3_is_asked_for_the_same_attention_by_either_interface(whose: str, monkeypatch: Any) -> None:
+    for name in ("vllm", "vllm.vllm_flash_attn"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, whose, _stand_in(whose))
+    shape: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "seed": 0}
+    q, view = _attention.make_view([13, 13], [13, 13], page=0, **shape)
+    calls, missing = rivals.prefill(("article",))
+    assert set(calls) == {"article", "fa3"}
+    assert not missing
+    for name, call in calls.items():
+        _attention.check(name, call, q, view)
+    q, view = _attention.make_view([5, 33, 16], [1, 1, 1], page=4, **shape)
+    _attention.check("fa3", rivals.decode(q, view)[0]["fa3"], q, view)
+
+
+def test_flashinfer_is_planned_with_the_pages_of_each_request(monkeypatch: Any) -> None:
+    class Wrapper:
+        def __init__(self, scratch: Any, layout: str, use_tensor_cores: bool) -> None:
+            assert layout == "HND"
+
+        def plan(self, first: Any, pages: Any, last: Any, heads: int, kv_heads: int, dim: int, size: int, **_: Any) -> None:
+            self.first, self.pages, self.last, self.size = first, pages, last, size
+
+        def run(self, q: Any, cache: Any) -> Any:
+            table = [self.pages[a:b] for a, b in zip(self.first[:-1], self.first[1:])]
+            lens = [(len(t) - 1) * self.size + int(n) for t, n in zip(table, self.last)]
+            k, v = (c.transpose(1, 2) for c in cache)
+            return torch.cat([_attend(q[b : b + 1], *(_from_pages(c, t, n) for c in (k, v)))
+                              for b, (t, n) in enumerate(zip(table, lens))])  # fmt: skip
+
+    module = types.ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    q, view = _attention.make_view(
+        [5, 33, 16], [1, 1, 1], heads=6, kv_heads=2, head_dim=8, page=4, dtype="float32", device="cpu", seed=0
+    )
+    calls, missing = rivals.decode(q, view)
+    assert set(missing) == {"fa3"}
+    _attention.check("flashinfer", calls["flashinfer"], q, view)
+
+
+def test_rivals_that_are_not_here_are_named_with_the_reason(monkeypatch: Any) -> None:
+    for name in ("flash_attn_interface", "vllm", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    q, view = _attention.make_view(
+        [5], [1], heads=2, kv_heads=2, head_dim=8, page=4, dtype="float32", device="cpu", seed=0
+    )  # fmt: skip
+    calls, missing = rivals.decode(q, view)
+    assert calls == {}
+    assert set(missing) == {"fa3", "flashinfer"}
+    assert "flash_attn_interface" in missing["fa3"]
+    assert "fa3" in rivals.prefill()[1]
 
 
 def test_the_dispatch_suite_writes_rules_that_dispatch_follows(tmp_path: Path) -> None:
@@ -67,7 +205,27 @@ def test_the_dispatch_suite_writes_rules_that_dispatch_follows(tmp_path: Path) -
     assert choose(table, "default", q=1, kv=65, batch=1, **facts) == "c"
     assert choose(table, "default", q=1, kv=4097, batch=1, **facts) == "default"
     assert choose(table, "default", q=9, kv=9, batch=1, **facts) == "default"
-    assert attention_dispatch.rules({("decode", 64, 1): "default"}, "float32", 64, "default") == []
+    assert choose(table, "default", q=100, kv=5000, batch=1, **facts) == "default"  # measured without a cached prefix
+    (kept,) = attention_dispatch.rules({("decode", 64, 1): "default"}, "float32", 64, "default")
+    assert kept["backend"] == "default"  # else an older table's rule would show through
+
+
+def test_a_table_goes_beside_records_that_are_kept_and_otherwise_to_the_users_own_folder(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    from pdlab.bench import records
+
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(records, "target_root", lambda record=False: tmp_path / ("data" if record else "runs") / "measurements")
+    for kept in (False, True):
+        suites.run("attention_dispatch", device="cpu", record=kept, say=lambda line: None)
+    slug = suites.resolve_device("cpu").slug
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("tuning/*.json"))
+    assert written == [f"data/tuning/{slug}.json", f"home/tuning/{slug}.json"]
+    content = json.loads((tmp_path / written[0]).read_text())
+    assert len(content["attention_dispatch"]) == 2
+    (run,) = {row.run_id for row in tables.read_file(tmp_path / "data" / "measurements" / slug / "attention_dispatch.csv")}
+    assert content["measured"]["attention_dispatch"]["run_id"] == run
 
 
 def test_each_missing_care_shows_in_the_stability_rows(tmp_path: Path) -> None:

@@ -111,6 +111,109 @@ def test_the_users_table_overrides_the_rule_and_a_broken_one_says_where(
         tuning.table.cache_clear()
 
 
+def test_the_users_entries_come_before_the_shipped_ones_and_hide_none_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {
+        "shipped": {
+            "attention_dispatch": [{"phase": "decode", "backend": "sdpa"}, {"phase": "prefill", "backend": "sdpa"}],
+            "attention_tiles": [{"kind": "decode", "block_n": 64, "warps": 4, "stages": 3, "blocks_per_sm": 2}],
+            "measured": {"attention_tiles": {"run_id": "r"}},
+        },
+        "home": {"attention_dispatch": [{"phase": "decode", "backend": "plain"}]},
+    }
+    for name, content in tables.items():
+        (tmp_path / name / "tuning").mkdir(parents=True)
+        (tmp_path / name / "tuning" / "some-gpu.json").write_text(json.dumps(content))
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tuning, "data_dir", lambda: tmp_path / "shipped")
+    tuning.table.cache_clear()
+    try:
+        merged = tuning.table("some-gpu")
+        facts = {"dtype": "bfloat16", "head_dim": 128, "kv": 64, "batch": 1}
+        assert choose(merged["attention_dispatch"], "triton", q=1, **facts) == "plain"
+        assert choose(merged["attention_dispatch"], "triton", q=9, **facts) == "sdpa"
+        assert tuning.Tuning("some-gpu", (9, 0), 132, 50 << 20).decode(128, 4) == tuning.DecodeTile(64, 4, 3, 2)
+        assert "measured" not in merged
+    finally:
+        tuning.table.cache_clear()
+
+
+def test_a_step_follows_the_table_of_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdlab.hardware.probe import cpu_slug
+    from pdlab.kernels import library_attention
+
+    rules = [
+        {"phase": "prefill", "max_q": 64, "max_kv": 64, "backend": "sdpa"},
+        {"phase": "decode", "min_page": 256, "backend": "flash_attn"},  # not installed here: the rule is passed over
+        {"phase": "decode", "max_page": 255, "max_batch": 3, "backend": "sdpa"},
+    ]
+    (tmp_path / "tuning").mkdir()
+    (tmp_path / "tuning" / f"{cpu_slug()}.json").write_text(json.dumps({"attention_dispatch": rules}))
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path))
+    asked: list[str] = []
+    real = library_attention.sdpa
+
+    def noted(q: Any, view: Any, **kernel: Any) -> Any:
+        asked.append("sdpa")
+        return real(q, view, **kernel)
+
+    monkeypatch.setattr(library_attention, "sdpa", noted)
+    tuning.table.cache_clear()
+    try:
+        ops = make_ops(EngineConfig(), Shape(6, 2, 24), "cpu", "float32")
+        for lens, queries, expected in (
+            ([40], [40], ["sdpa"]),
+            ([70], [70], []),
+            ([40, 9, 3], [1, 1, 1], ["sdpa"]),
+            ([40, 9, 3, 5], [1, 1, 1, 1], []),
+        ):
+            q, view = make_case(lens, queries, heads=6, kv_heads=2, dim=24, page=7)
+            assert relative(ops.attention(q, view), oracle(q, view)) < 2e-6
+            assert asked == expected, (lens, queries)
+            asked.clear()
+    finally:
+        tuning.table.cache_clear()
+
+
+def test_flash_attn_is_asked_for_the_same_attention_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the signature of the package's documentation, computed in plain PyTorch."""
+    import types
+
+    import torch
+
+    def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, *,
+               causal: bool, block_table: Any) -> Any:  # fmt: skip
+        assert causal
+        assert k.shape[1] % 256 == 0
+        out = []
+        for b in range(len(cu_seqlens_q) - 1):
+            rows = q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]
+            m = int(cu_seqlens_k[b + 1] - cu_seqlens_k[b])
+            keys, values = (c[block_table[b].long()].flatten(0, 1)[:m].repeat_interleave(q.shape[1] // k.shape[2], 1)
+                            for c in (k, v))  # fmt: skip
+            late = torch.arange(m) > torch.arange(m - len(rows), m)[:, None]
+            scores = torch.einsum("qhd,khd->hqk", rows, keys) * q.shape[2] ** -0.5
+            out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), values))
+        return torch.cat(out)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = varlen  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(dispatch, "why_not", lambda backend, capability: None)
+    q, view = make_case([300, 41, 513], [5, 1, 513], heads=6, kv_heads=2, dim=16, page=256, unused=0.0)
+    ops = make_ops(EngineConfig(attention="flash_attn", page_size=256), Shape(6, 2, 16), "cpu", "float32")
+    assert relative(ops.attention(q, view), oracle(q, view)) < 2e-6
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
+def test_a_kernel_of_sdpa_can_be_forced_and_needs_a_gpu(kernel: str) -> None:
+    name = f"sdpa:{kernel}"
+    assert why_not(name, (8, 0)) is None
+    with pytest.raises(DeviceUnavailable, match=f"{name} needs a CUDA device"):
+        make_ops(EngineConfig(attention=name), Shape(2, 2, 16), "cpu", "float32")
+
+
 def test_backends_are_listed_with_reasons_even_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
