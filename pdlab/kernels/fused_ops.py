@@ -19,8 +19,8 @@ from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.norm_product import GELU, NOTHING, SWIGLU, norm_product
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope
 from pdlab.kernels.ops import HeadWeights, LayerWeights, NormWeights, RopeTable, SampleResult, SamplingBatch
-from pdlab.kernels.product_tiles import MAX_ROWS, ProductTile, product_tile
-from pdlab.kernels.products import Workspace
+from pdlab.kernels.product_tiles import MAX_ROWS, ProductTile, product_rule, product_tile
+from pdlab.kernels.products import Following, Workspace
 from pdlab.kernels.projection_sample import GREEDY, LOGITS, MAX_SAMPLED, RANDOM, Race, project
 from pdlab.kernels.reference_sampling import sample_from_logits
 from pdlab.kernels.residual_product import residual_product
@@ -32,18 +32,27 @@ class FusedOps(DispatchedOps):
 
     fused = True  # who else works beside these operations may use kernels too
 
-    def __init__(self, *args: Any, pdl: bool | None = None) -> None:
+    def __init__(self, *args: Any, pdl: bool = True, prefetch: bool = True, measured: bool = True) -> None:
+        """The techniques one by one: `pdl` programmatic dependent launch, where the device has it; `prefetch` weights of the
+        next product asked into L2 (with `pdl` only); `measured` tiles from the device's table, else by the rule."""
         super().__init__(*args)
-        self.pdl = self.tuning.capability >= (9, 0) if pdl is None else pdl
+        self.pdl, self.prefetch, self.measured = pdl and self.tuning.capability >= (9, 0), prefetch, measured
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
 
     def tile(self, op: str, weight: torch.Tensor, batch: int) -> ProductTile:
         key = (op, *weight.shape, batch)
         if key not in self._tiles:
-            tile = product_tile(self.tuning, op, weight.shape[0], weight.shape[1], batch)
+            choose = product_tile if self.measured else product_rule
+            tile = choose(self.tuning, op, weight.shape[0], weight.shape[1], batch)
             self._tiles[key] = replace(tile, pdl=tile.pdl and self.pdl)
         return self._tiles[key]
+
+    def _following(self, weight: torch.Tensor | None, *, gated: bool = False) -> Following | None:
+        """`gated`: its tiles read gates and values side by side."""
+        if weight is None or not self.prefetch:
+            return None
+        return Following(weight, weight.numel() // 2 if gated else 0)
 
     def _normed(self, x: torch.Tensor, norm: NormWeights, tile: ProductTile) -> tuple[torch.Tensor, bool]:
         """x as the product's kernel wants it, and whether it is normed already."""
@@ -57,21 +66,23 @@ class FusedOps(DispatchedOps):
         if w.q_norm is not None:  # needs a whole head at once
             packed = norm_product(x, w.attn_norm, w.qkv, w.qkv_bias, NOTHING, tile, self.workspace, normed=normed)
             return rope_rows(packed, w, rope, view, pdl=tile.pdl)
-        return norm_qkv_rope(x, w, rope, view, tile, self.workspace, normed=normed)
+        return norm_qkv_rope(x, w, rope, view, tile, self.workspace, normed=normed, following=self._following(w.out))
 
     def out_residual(self, attn: torch.Tensor, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
-        return self._residual("out_residual", attn.reshape(len(x), -1), x, w.out, w.out_bias)
+        following = self._following(w.up, gated=w.up.shape[0] != w.down.shape[1])
+        return self._residual("out_residual", attn.reshape(len(x), -1), x, w.out, w.out_bias, following)
 
     def down_residual(self, u: torch.Tensor, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
-        return self._residual("down_residual", u, x, w.down, w.down_bias)
+        return self._residual("down_residual", u, x, w.down, w.down_bias, self._following(w.following))
 
     def _residual(
-        self, op: str, u: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, op: str, u: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        following: Following | None,
+    ) -> torch.Tensor:  # fmt: skip
         if len(x) > MAX_ROWS:
             out = torch.addmm(x, u, weight.T)
             return out if bias is None else out.add_(bias)
-        return residual_product(u, weight, bias, x, self.tile(op, weight, len(x)), self.workspace)
+        return residual_product(u, weight, bias, x, self.tile(op, weight, len(x)), self.workspace, following=following)
 
     def norm_mlp_up(self, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
         activation = GELU if w.up.shape[0] == w.down.shape[1] else SWIGLU
@@ -80,7 +91,9 @@ class FusedOps(DispatchedOps):
             return F.gelu(up, approximate="tanh") if activation == GELU else silu_product(up)
         tile = self.tile("norm_mlp_up", w.up, len(x))
         x, normed = self._normed(x, w.mlp_norm, tile)
-        return norm_product(x, w.mlp_norm, w.up, w.up_bias, activation, tile, self.workspace, normed=normed)
+        return norm_product(
+            x, w.mlp_norm, w.up, w.up_bias, activation, tile, self.workspace, normed=normed, following=self._following(w.down)
+        )
 
     def projection_sample(self, x: torch.Tensor, head: HeadWeights, sampling: SamplingBatch) -> SampleResult:
         x = x.contiguous()

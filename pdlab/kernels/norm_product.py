@@ -18,7 +18,7 @@ import triton.language as tl
 
 from pdlab.kernels.ops import NormWeights
 from pdlab.kernels.product_tiles import ProductTile, columns_of
-from pdlab.kernels.products import LAYER, PLAIN, RMS, Workspace, constants, pairs, products
+from pdlab.kernels.products import LAYER, PLAIN, RMS, Following, Workspace, constants, pairs, products
 
 NOTHING, GELU, SWIGLU = 0, 1, 2  # what happens to the products on the way out
 _GELU, _SWIGLU = tl.constexpr(GELU), tl.constexpr(SWIGLU)
@@ -32,20 +32,22 @@ def gelu_tanh(u):
 
 @triton.jit(do_not_specialize=["batch"])
 def norm_product_kernel(
-    X, NORM_W, NORM_B, W, BIAS, OUT, PART, COUNT, eps, batch,
+    X, NORM_W, NORM_B, W, BIAS, OUT, NEXT, PART, COUNT, eps, batch,
     WIDTH: tl.constexpr,  # outputs a row
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     EACH: tl.constexpr = 2 if ACTIVATION == _SWIGLU else 1  # weight rows an output
     lanes = tl.arange(0, ROWS)
     rows = tl.minimum(tile * (ROWS // EACH) + lanes // EACH, WIDTH - 1) + lanes % EACH * WIDTH
     acc, whole = products(
-        X, NORM_W, NORM_B, W, PART, COUNT, rows, tile, batch, eps, K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES
-    )
+        X, NORM_W, NORM_B, W, NEXT, PART, COUNT, rows, tile, batch, eps,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, NEXT_EACH, NEXT_SIZE, NEXT_APART,
+    )  # fmt: skip
     if whole:
         if BIASED:
             acc += tl.load(BIAS + rows).to(tl.float32)[:, None]
@@ -64,11 +66,11 @@ def norm_product_kernel(
 
 def norm_product(
     x: torch.Tensor, norm: NormWeights, weight: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    tile: ProductTile, workspace: Workspace, *, normed: bool = False,
+    tile: ProductTile, workspace: Workspace, *, normed: bool = False, following: Following | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """[T, width] of x [T, K] and weight [rows, K], contiguous; width is half the rows for SWIGLU (gates first, then values).
 
-    `normed`: x has been through the norm already.
+    `normed`: x has been through the norm already. `following`: what the next product reads.
     """
     tokens, k = x.shape
     columns = columns_of(tokens)
@@ -79,7 +81,8 @@ def norm_product(
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     norm_product_kernel[(tiles, tile.split)](
         x, norm.weight, norm.weight if norm.bias is None else norm.bias, weight, x if bias is None else bias, out,
-        part, count, norm.eps, tokens, WIDTH=width, ACTIVATION=activation, BIASED=bias is not None,
-        **constants(tile, columns, k, kind),
+        weight if following is None else following.weight, part, count, norm.eps, tokens,
+        WIDTH=width, ACTIVATION=activation, BIASED=bias is not None,
+        **constants(tile, columns, k, kind, tiles * tile.split, following),
     )  # fmt: skip
     return out

@@ -43,6 +43,7 @@ class LayerWeights:
     up_bias: torch.Tensor | None
     down: torch.Tensor  # [H, F]
     down_bias: torch.Tensor | None
+    following: torch.Tensor | None = None  # the weights read after `down`: the next layer's qkv, or the output projection
 
 
 @dataclass

@@ -25,6 +25,7 @@ class ProductTile:
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     norm_inside: bool = True  # False: a kernel of its own norms x first
+    following: int = 0  # kilobytes of the next product's weights asked into L2 before the wait, by all programs together
 
 
 def columns_of(batch: int) -> int:
@@ -38,10 +39,10 @@ def product_tile(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> P
     if entry:
         given = {"k" if name == "tile_k" else name: value for name, value in entry.items()}
         return ProductTile(**{f.name: given[f.name] for f in fields(ProductTile) if f.name in given} | {"k": entry["tile_k"]})
-    return product_rule(tuning, outputs, k, batch)
+    return product_rule(tuning, op, outputs, k, batch)
 
 
-def product_rule(tuning: Tuning, outputs: int, k: int, batch: int) -> ProductTile:
+def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> ProductTile:
     """Enough programs to fill the device twice, each with tens of kilobytes of weights in flight."""
     pdl = tuning.capability >= (9, 0)
     wide = 1 << (k - 1).bit_length()

@@ -18,6 +18,7 @@ Callers give rows of their own choosing (rotary partners, a gate beside its valu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,23 @@ def _into_l2(W, rows, first, K: tl.constexpr, COUNT: tl.constexpr):
     lines = W + rows.to(tl.int64)[:, None] * K + tl.minimum(at, K - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _following_into_l2(NEXT, program, NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr):
+    """Asks for this program's NEXT_EACH elements of the weights that the next product reads, NEXT_SIZE in all.
+
+    NEXT_APART: programs take turns at the beginning and at this distance from it (gates and values lie half a matrix apart).
+    """
+    lines = tl.arange(0, NEXT_EACH // 64) * 64
+    if NEXT_APART:
+        first = program % 2 * NEXT_APART + program // 2 * NEXT_EACH
+    else:
+        first = program * NEXT_EACH
+    at = NEXT + tl.minimum(first.to(tl.int64) + lines, NEXT_SIZE - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -87,9 +105,10 @@ def _norm_weights(NORM_W, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _one_row(
-    X, NORM_W, NORM_B, W, rows, first, eps,
+    X, NORM_W, NORM_B, W, NEXT, rows, program, first, eps,
     K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BK)
     w0 = _weights(W, rows, first + lanes, K, EVEN)
@@ -100,6 +119,8 @@ def _one_row(
     if PDL:
         if FETCH:
             _into_l2(W, rows, first + AHEAD * BK, K, FETCH * BK)
+        if NEXT_EACH:
+            _following_into_l2(NEXT, program, NEXT_EACH, NEXT_SIZE, NEXT_APART)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if NORM == _LAYER:
@@ -136,14 +157,17 @@ def _one_row(
 
 @triton.jit
 def _many_rows(
-    X, NORM_W, NORM_B, W, rows, first, batch, eps,
+    X, NORM_W, NORM_B, W, NEXT, rows, program, first, batch, eps,
     K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, BM)
     if PDL:
         if FETCH:
             _into_l2(W, rows, first, K, FETCH * BK)
+        if NEXT_EACH:
+            _following_into_l2(NEXT, program, NEXT_EACH, NEXT_SIZE, NEXT_APART)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if NORM == _LAYER:
@@ -171,20 +195,26 @@ def _many_rows(
 
 @triton.jit
 def products(
-    X, NORM_W, NORM_B, W, PART, COUNT, rows, tile, batch, eps,
+    X, NORM_W, NORM_B, W, NEXT, PART, COUNT, rows, tile, batch, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
 ):  # fmt: skip
     """(P float32 [ROWS, BM], whether this program holds the whole of it). Program (tile, part) of a grid [tiles, SPLIT]."""
     SPAN: tl.constexpr = ((K + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
     EVEN: tl.constexpr = SPAN * SPLIT == K
     part = tl.program_id(1)
+    program = part * tl.num_programs(0) + tile
     if BM == 1:
-        acc, squares = _one_row(X, NORM_W, NORM_B, W, rows, part * SPAN, eps, K, SPAN, ROWS, BK, EVEN, AHEAD, FETCH, NORM, PDL)
+        acc, squares = _one_row(
+            X, NORM_W, NORM_B, W, NEXT, rows, program, part * SPAN, eps,
+            K, SPAN, ROWS, BK, EVEN, AHEAD, FETCH, NORM, PDL, NEXT_EACH, NEXT_SIZE, NEXT_APART,
+        )  # fmt: skip
     else:
         acc, squares = _many_rows(
-            X, NORM_W, NORM_B, W, rows, part * SPAN, batch, eps, K, SPAN, ROWS, BM, BK, EVEN, FETCH, NORM, PDL, STAGES
-        )
+            X, NORM_W, NORM_B, W, NEXT, rows, program, part * SPAN, batch, eps,
+            K, SPAN, ROWS, BM, BK, EVEN, FETCH, NORM, PDL, STAGES, NEXT_EACH, NEXT_SIZE, NEXT_APART,
+        )  # fmt: skip
     whole = part == SPLIT - 1
     if SPLIT > 1:
         r, m = tl.arange(0, ROWS), tl.arange(0, BM)
@@ -237,9 +267,27 @@ class Workspace:
         return self.part, self.count
 
 
-def constants(tile: ProductTile, columns: int, k: int, norm: int) -> dict[str, object]:
+@dataclass(frozen=True)
+class Following:
+    """The weights that the next product will read: a hint, nothing depends on it."""
+
+    weight: torch.Tensor
+    apart: int = 0  # elements between the two places where reading begins; 0: one place
+
+    def each(self, programs: int, kilobytes: int) -> int:
+        """Elements that each program asks for, a power of two of lines, of `kilobytes` in all."""
+        lines = min(kilobytes << 10, self.weight.numel() * self.weight.element_size()) // (128 * programs)
+        return 0 if lines < 1 else 64 << (lines.bit_length() - 1)
+
+
+def constants(
+    tile: ProductTile, columns: int, k: int, norm: int, programs: int = 1, following: Following | None = None
+) -> dict[str, object]:
     """The compile-time arguments that every caller of `products` passes on, and the launch's own."""
+    each = following.each(programs, tile.following) if following is not None and tile.pdl else 0
     return {
+        "NEXT_EACH": each, "NEXT_SIZE": following.weight.numel() if each and following is not None else 0,
+        "NEXT_APART": following.apart if each and following is not None else 0,
         "K": k, "ROWS": tile.rows, "BM": columns, "BK": tile.k, "SPLIT": tile.split, "AHEAD": tile.ahead, "FETCH": tile.fetch,
         "NORM": norm, "PDL": tile.pdl, "STAGES": tile.stages, "num_warps": tile.warps,
         **({"launch_pdl": True} if tile.pdl else {}),

@@ -89,13 +89,17 @@ def projection_sample_kernel(
     WANT: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     token = tile * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(token, VOCAB - 1)
     m = tl.arange(0, BM)
     real = m < batch
-    acc, _ = products(X, NORM_W, NORM_B, W, X, X, rows, tile, batch, eps, K, ROWS, BM, BK, 1, AHEAD, FETCH, NORM, PDL, STAGES)
+    acc, _ = products(
+        X, NORM_W, NORM_B, W, X, X, X, rows, tile, batch, eps,
+        K, ROWS, BM, BK, 1, AHEAD, FETCH, NORM, PDL, STAGES, NEXT_EACH, NEXT_SIZE, NEXT_APART,
+    )  # fmt: skip
     if WANT == _LOGITS:
         at = m.to(tl.int64)[None, :] * VOCAB + token[:, None]
         tl.store(OUT + at, acc, mask=(token < VOCAB)[:, None] & real[None, :])

@@ -15,23 +15,25 @@ import triton
 import triton.language as tl
 
 from pdlab.kernels.product_tiles import ProductTile, columns_of
-from pdlab.kernels.products import PLAIN, Workspace, constants, products
+from pdlab.kernels.products import PLAIN, Following, Workspace, constants, products
 
 
 @triton.jit(do_not_specialize=["batch"])
 def residual_product_kernel(
-    U, W, BIAS, X, OUT, PART, COUNT, batch,
+    U, W, BIAS, X, OUT, NEXT, PART, COUNT, batch,
     OUTPUTS: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     lanes = tile * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(lanes, OUTPUTS - 1)
     acc, whole = products(
-        U, U, U, W, PART, COUNT, rows, tile, batch, 0.0, K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES
-    )
+        U, U, U, W, NEXT, PART, COUNT, rows, tile, batch, 0.0,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, NEXT_EACH, NEXT_SIZE, NEXT_APART,
+    )  # fmt: skip
     if whole:
         m = tl.arange(0, BM)
         at = m[None, :] * OUTPUTS + rows[:, None]
@@ -43,9 +45,10 @@ def residual_product_kernel(
 
 
 def residual_product(
-    u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, tile: ProductTile, workspace: Workspace
-) -> torch.Tensor:
-    """x [T, H] + u [T, K] @ weight [H, K]^T + bias, in a new tensor; all contiguous."""
+    u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, tile: ProductTile, workspace: Workspace,
+    *, following: Following | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, H] + u [T, K] @ weight [H, K]^T + bias, in a new tensor; all contiguous. `following`: what is read next."""
     tokens, k = u.shape
     outputs = weight.shape[0]
     columns = columns_of(tokens)
@@ -53,7 +56,8 @@ def residual_product(
     part, count = workspace.fit(tiles, tile, columns)
     out = torch.empty_like(x)
     residual_product_kernel[(tiles, tile.split)](
-        u, weight, x if bias is None else bias, x, out, part, count, tokens, OUTPUTS=outputs, BIASED=bias is not None,
-        **constants(tile, columns, k, PLAIN),
+        u, weight, x if bias is None else bias, x, out,
+        weight if following is None else following.weight, part, count, tokens, OUTPUTS=outputs, BIASED=bias is not None,
+        **constants(tile, columns, k, PLAIN, tiles * tile.split, following),
     )  # fmt: skip
     return out

@@ -48,6 +48,8 @@ class Model:
         self.weights = weights
         self.layers = weights.layers
         self.head = weights.head
+        for w, following in zip(self.layers, [*(w.qkv for w in self.layers[1:]), self.head.proj], strict=True):
+            w.following = following
         self.ops: ModelOps = ops or ReferenceOps()
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype

@@ -32,6 +32,7 @@ POINTERS = dict.fromkeys(
     ("X", "NORM_W", "NORM_B", "W", "BIAS", "Q", "KC", "VC", "U", "OUT", "GU", "QKV", "Q_NORM", "K_NORM", "B", "Y", "LOGITS"),
     "*bf16",
 )
+POINTERS["NEXT"] = "*bf16"
 POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
 POINTERS |= dict.fromkeys(("POSITIONS", "SLOTS", "SEED", "POSITION", "BEST", "TOKENS"), "*i64")
 POINTERS |= dict.fromkeys(("COUNT", "DONE", "TOP_K"), "*i32")
@@ -44,7 +45,10 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
 
     def product(op: str, outputs: int, k: int, kind: int) -> dict[str, Any]:
         tile: ProductTile = tile_of(op, outputs, k, batch)
-        return constants(tile, columns, k, kind if tile.norm_inside else PLAIN)
+        fixed = constants(tile, columns, k, kind if tile.norm_inside else PLAIN)
+        if tile.pdl and op != "projection_sample":  # as if it asked for 4 KB a program of what is read next
+            fixed |= {"NEXT_EACH": 2048, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23 if op == "out_residual" else 0}
+        return fixed
 
     rope = c.family != "gpt2"
     shape = {"HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads, "HALF": c.head_dim // 2, "PAGE": 16, "ROPE": rope}
