@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
 from memory_model import EngineMachine
 
 from pdlab.allocators import make_allocator
+from pdlab.allocators.hybrid import Hybrid
 from pdlab.allocators.interface import Allocator
 from pdlab.core.config import EngineConfig
 
@@ -24,13 +26,25 @@ CASES = {
 }
 
 
+class MovingThreshold(EngineMachine):
+    """A hybrid whose threshold jumps about while requests live: nothing that was given moves with it."""
+
+    @rule(threshold=st.integers(0, 44))
+    def move_threshold(self, threshold: int) -> None:
+        assert isinstance(self.allocator, Hybrid)
+        before = {rid: self.allocator.page_table(rid).tolist() for rid in self.running}
+        self.allocator.fixed_threshold = threshold
+        assert {rid: self.allocator.page_table(rid).tolist() for rid in self.running} == before
+
+
 def play(case: str, examples: int, steps: int) -> None:
     config, capacity = CASES[case]
 
     def make() -> Allocator:
         return make_allocator(config, capacity, max_len=EngineMachine.longest)
 
-    machine = type("Machine", (EngineMachine,), {"make": staticmethod(make)})
+    base = MovingThreshold if config.kv_allocator == "hybrid" else EngineMachine
+    machine = type("Machine", (base,), {"make": staticmethod(make)})
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(machine, settings=how)
 

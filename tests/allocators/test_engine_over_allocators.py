@@ -49,6 +49,25 @@ def test_tokens_depend_on_the_prompt_alone(name: str, compaction: dict[str, Any]
         assert engine.scheduler.compactor.moved > 0, "nothing was ever moved"
 
 
+@pytest.mark.parametrize("compaction", [{}, COMPACTION], ids=["still", "compacted"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_threshold_that_moves_while_requests_run_changes_no_token(seed: int, compaction: dict[str, Any]) -> None:
+    asked, lengths = prompts(seed=seed)
+    engine = make_engine(120, steps_in_flight=2, max_batch_tokens=32, **ALLOCATORS["hybrid"], **compaction)
+    rng, step, seen = np.random.default_rng(seed), engine.step, set()
+
+    def moving() -> Any:
+        engine.allocator.fixed_threshold = int(rng.integers(0, 90))  # type: ignore[attr-defined]
+        seen.add(min(engine.allocator.split()))  # type: ignore[attr-defined]
+        return step()
+
+    engine.step = moving  # type: ignore[method-assign]
+    done = run(engine, asked, lengths, arrive_every=2)
+    assert [r.output_token_ids for r in done] == [expected(p, n) for p, n in zip(asked, lengths, strict=True)]
+    assert max(seen) > 3, "pool and pages never lived side by side"
+    assert_nothing_is_left(engine)
+
+
 @pytest.mark.parametrize("name", ["paged-reuse", "hybrid"])
 def test_equal_beginnings_are_computed_once(name: str) -> None:
     asked = [[*range(40), i] for i in range(6)]
