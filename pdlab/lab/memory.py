@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdlab.bench.records import Recorder
     from pdlab.workloads.replay import Outcome
 
-__all__ = ["filling", "measured", "moment", "serving_table", "simulated", "strips", "strips_of", "throughput"]
+__all__ = ["filling", "measured", "moment", "recorded", "serving_table", "simulated", "strips", "strips_of", "throughput"]
 
 _REQUESTS = ("#0C79A9", "#AF3913", "#114D37", "#6B265E", "#4C9FC4", "#D0734F", "#4F8A72", "#A15C93", "#08506F", "#7A2609")
 _STATES = {FREE: PAPER, RETIRED: "#B9BDB8", CACHED: "#D9BE5A", SHARED: INK}
@@ -107,6 +107,33 @@ def measured(
             settings = {"requests": len(workload), "kv_tokens": capacity}
             report(recorder, outcome, variant=variant, kind="measured", params=params, settings=settings)
     return pd.DataFrame(rows)
+
+
+def recorded(device: str, model: str, kind: str = "measured") -> pd.DataFrame:
+    """What is kept of kv_allocators for a device and a model under conversations: one row a variant and concurrency, of one
+    run; empty where nothing is."""
+    from pdlab.bench.records import latest
+
+    found = latest(device, "kv_allocators", kind=kind, model=model, workload="azure_conversation")
+    names = {
+        "throughput": "requests a second",
+        "latency50": "P50, s",
+        "latency99": "P99, s",
+        "waste_internal": "internal waste, %",
+        "waste_external": "external waste, %",
+        "preemptions": "preemptions",
+    }
+    if found.empty:
+        return found.reindex(columns=["variant", "concurrency", *names.values()])
+    quantile = found["quantile"].map("{:.0f}".format).where(found.metric == "latency", "")
+    table = found.assign(name=found.metric + quantile, value=found["median"].where(found.unit != "ms", found["median"] / 1e3))
+    table = table.pivot_table(index=["concurrency", "variant"], columns="name", values="value", sort=False)
+    return (
+        table.rename(columns=names)
+        .reindex(columns=list(names.values()))
+        .reset_index()
+        .sort_values("concurrency", kind="stable")
+    )
 
 
 # --- pictures
