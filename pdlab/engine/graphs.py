@@ -83,21 +83,24 @@ def sampling_kind(s: SamplingArrays) -> str:
     return RANDOM if random.any() else GREEDY
 
 
-def step_ends(model: Model) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
-    """(tokens that go in, remembering those that came out): as one kernel each beside fused operations, else plain."""
+def begin(model: Model, d: dict[str, torch.Tensor], last: torch.Tensor) -> torch.Tensor:
+    """x [T, H] that goes into the layers: tokens in flight taken from `last`, then embedded."""
+    ids, rows, positions, w = d["token_ids"], d["token_row"], d["positions"], model.weights
     if getattr(model.ops, "fused", False):
-        from pdlab.kernels import step_ends as ends
+        from pdlab.kernels import step_ends
 
-        return ends.take, ends.remember
-    return take_plain, remember_plain
-
-
-def take_plain(ids: torch.Tensor, rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    return torch.where(ids == IN_FLIGHT, last[rows], ids)
+        return step_ends.embed(ids, rows, last, w.embed, positions, w.positions, pdl=getattr(model.ops, "pdl", False))
+    x = w.embed[torch.where(ids == IN_FLIGHT, last[rows], ids)]
+    return x if w.positions is None else x + w.positions[positions]
 
 
-def remember_plain(tokens: torch.Tensor, rows: torch.Tensor, last: torch.Tensor) -> None:
-    last[rows] = tokens.clamp(min=0)
+def remember(model: Model, tokens: torch.Tensor, rows: torch.Tensor, last: torch.Tensor) -> None:
+    if getattr(model.ops, "fused", False):
+        from pdlab.kernels import step_ends
+
+        step_ends.remember(tokens, rows, last, pdl=getattr(model.ops, "pdl", False))
+    else:
+        last[rows] = tokens.clamp(min=0)
 
 
 class DecodeGraphs:
@@ -189,9 +192,7 @@ class DecodeGraphs:
 
     def _step(self, shape: StepShape) -> torch.Tensor:
         n, d = shape.size, {name: buffer[: shape.size] for name, buffer in self.buffers.items()}
-        take, remember = step_ends(self.model)
-        ids = take(d["token_ids"], d["token_row"], self.last)
-        x = self.model.forward(ids, d["positions"], self._rows(n, shape))
+        x = self.model.through_layers(begin(self.model, d, self.last), self._rows(n, shape))
         if shape.sampling == MODEL:
             return x
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "position")
@@ -203,7 +204,7 @@ class DecodeGraphs:
             num_logprobs=-1,
         )
         tokens = self.model.sample(x, sampling).tokens
-        remember(tokens, d["sample_rows"], self.last)
+        remember(self.model, tokens, d["sample_rows"], self.last)
         return tokens
 
     def _rows(self, n: int, shape: StepShape) -> KVView:

@@ -60,6 +60,10 @@ class Model:
         x = self.weights.embed[token_ids]
         if self.weights.positions is not None:
             x = x + self.weights.positions[positions]
+        return self.through_layers(x, view)
+
+    def through_layers(self, x: torch.Tensor, view: KVView) -> torch.Tensor:
+        """The same from the embedded tokens x [T, H]."""
         for i, w in enumerate(self.layers):
             layer = view.layer(i)
             q = self.ops.norm_qkv_rope(x, w, self.rope, layer)

@@ -85,12 +85,14 @@ def noise(vocab: int) -> float:
     return worst
 
 
-def ends(ids: list[int], rows: list[int], last: list[int], tokens: list[int]) -> list[list[int]]:
-    """What goes in, and what is remembered afterwards."""
-    memory = torch.tensor(last)
-    taken = step_ends.take(torch.tensor(ids), torch.tensor(rows), memory)
+def ends(ids: list[int], rows: list[int], last: list[int], tokens: list[int], learned: bool) -> list[Any]:
+    """Which row of the table goes in, plus 100 times the position where positions are learned; what is remembered then."""
+    memory, positions = torch.tensor(last), torch.arange(len(ids)) + 3
+    table = torch.arange(32.0)[:, None].repeat(1, 24)
+    taken = step_ends.embed(torch.tensor(ids), torch.tensor(rows), memory, table, positions, 100 * table if learned else None)
     step_ends.remember(torch.tensor(tokens), torch.tensor(rows), memory)
-    return [taken.tolist(), memory.tolist()]
+    assert bool((taken == taken[:, :1]).all()), "every element of a row"
+    return [taken[:, 0].tolist(), memory.tolist()]
 
 
 if __name__ == "__main__":

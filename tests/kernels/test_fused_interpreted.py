@@ -115,7 +115,9 @@ def test_noise_is_the_oracles(ask: Ask) -> None:
     assert ask("noise", vocab=512) < 1e-6  # the last digit of a logarithm
 
 
-def test_tokens_in_flight_are_taken_from_their_rows_and_new_ones_remembered(ask: Ask) -> None:
-    taken, last = ask("ends", ids=[5, -1, -1], rows=[2, 0, 3], last=[10, 11, 12, 13], tokens=[7, -1, 9])
-    assert taken == [5, 10, 13]
+@pytest.mark.parametrize("learned", [False, True], ids=["rotary", "learned positions"])
+def test_tokens_in_flight_are_taken_from_their_rows_and_new_ones_remembered(ask: Ask, learned: bool) -> None:
+    more = {"ids": [5, -1, -1], "rows": [2, 0, 3], "last": [10, 11, 12, 13], "tokens": [7, -1, 9]}
+    taken, last = ask("ends", learned=learned, **more)
+    assert taken == ([305, 410, 513] if learned else [5, 10, 13])
     assert last == [0, 11, 7, 9], "a bad row is remembered as token 0, a row not in the step keeps its own"
