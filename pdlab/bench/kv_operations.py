@@ -4,6 +4,7 @@ lost, leaked    requests whose memory changed under them, slots that nobody owns
 operation       us a random operation (reserve, append, fork, free, preempt, compact, a step)
 token           us a token of a request's life: admitted, appended to, its addresses asked for, freed; with `batch`
                 requests decoding at once, and the page tables of all of them copied into every plan
+output_token    the same microseconds over the tokens of the answers alone
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pdlab.allocators import make_allocator
 from pdlab.allocators.interface import Allocator
 from pdlab.core.config import ALLOCATORS, EngineConfig
 from pdlab.core.plan import KVCopy
+from pdlab.hardware.timing import summarize
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
@@ -156,5 +158,7 @@ def run(ctx: Context) -> None:
                 for _ in range(3)
             ]
             params = {"batch": batch, "prompt": prompt, "answer": answer, "prefix_reuse": reuse}
-            ctx.record.add("token", sorted(times)[1], "us", n=3, variant=kind, params=params)
+            ctx.record.add("token", summarize(times, "us"), variant=kind, params=params)
+            per_output = [t * (prompt + answer) / answer for t in times]
+            ctx.record.add("output_token", summarize(per_output, "us"), variant=kind, params=params)
             ctx.say(f"  {kind:<16} {done:,} operations, {soak.lost} lost; {sorted(times)[1]:.2f} us a token, reuse={reuse}")
