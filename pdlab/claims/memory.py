@@ -139,19 +139,19 @@ def hybrid_beats_both(ev: Evidence, claim: Claim) -> Finding:
 
 def compaction_cures(ev: Evidence, claim: Claim) -> Finding:
     """Reproduced if allocations are refused although as much memory is free, and the claimed rhythm of compaction at least
-    halves them; partly if the trouble shows and another rhythm halves it, or this one lessens it by more than 3 %; not
-    reproduced if it never shows or nothing helps."""
+    halves them; partly if the trouble shows and this rhythm, or another, lessens it by more than 3 %; not reproduced if it
+    never shows or nothing helps."""
     f = claim.figures
     rows = {v: ev.rows(claim.experiment, "refused", v) for v in (f["baseline"], f["variant"], f["better"])}
     if not rows[f["baseline"]] or not rows[f["variant"]]:
         return not_measured(claim, ev, f"refused allocations of {f['baseline']} and {f['variant']}")
     without, rhythm = rows[f["baseline"]][-1], rows[f["variant"]][-1]
     better = rows[f["better"]][-1] if rows[f["better"]] else None
-    share = rhythm.median / without.median if without.median else 1.0
-    cured = better is not None and better.median <= without.median / 2
+    best = min(r.median for r in (rhythm, better) if r is not None)
     counts = ", ".join(f"{v} {rs[-1].median:g}" for v, rs in rows.items() if rs)
     reason = f"{without.kind}: allocations refused although as much memory was free: {counts}"
     if not without.median:
         return Finding("not_reproduced", reason, ev.value(without))
-    verdict = "reproduced" if share <= 0.5 else "partly" if cured or share < 1 - NOISE else "not_reproduced"
+    lessened = best < without.median * (1 - NOISE)
+    verdict = "reproduced" if rhythm.median <= without.median / 2 else "partly" if lessened else "not_reproduced"
     return Finding(verdict, reason, ev.value(rhythm))
