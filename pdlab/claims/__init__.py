@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdlab.claims import attention, gains, memory, phases
+from pdlab.claims import attention, decode, gains, memory, phases
 from pdlab.claims.evidence import Claim, Evidence, Rule
 from pdlab.core.errors import MeasurementError
 from pdlab.core.paths import data_dir
@@ -28,7 +28,7 @@ from pdlab.costs import tables
 
 RULES: dict[str, Rule] = {
     name: rule
-    for module in (phases, attention, memory, gains)
+    for module in (phases, attention, memory, decode, gains)
     for name, rule in vars(module).items()
     if getattr(rule, "__module__", "") == module.__name__ and not name.startswith("_")
 }

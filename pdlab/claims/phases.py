@@ -74,24 +74,6 @@ def _largest_batch_under(percent: float, device: str) -> str:
     return f"Predicted for {device}, llama-2-7b over 512 cached tokens: under {percent} % {until}, even at the roofline"
 
 
-def memory_share_of_decode(ev: Evidence, claim: Claim) -> Finding:
-    """By byte accounting: at batch 1, the share of a decode step in which the memory must be busy. Reproduced from nine
-    tenths of the claimed share on (a faster engine has more); partly down to half of it."""
-    claimed = claim.figures["percent"]
-    rows = ev.rows(claim.experiment, "bandwidth_utilization", "ours", phase="decode", batch=1)
-    if not rows:
-        return not_measured(claim, ev, "decode steps at batch 1")
-    rows = sorted(rows, key=lambda r: r.median)
-    row = rows[-1]
-    reason = (
-        f"at batch 1 the bytes that must move take {rows[0].median:.0f} to {row.median:.0f} % of the step at the read ceiling; "
-        f"the most in {row.params['model']}: the rest is launches and host, which an engine can remove"
-    )
-    value = row.median
-    verdict = "reproduced" if value >= 0.9 * claimed else "partly" if value >= claimed / 2 else "not_reproduced"
-    return Finding(verdict, reason, ev.value(row))
-
-
 def fixed_bytes(ev: Evidence, claim: Claim) -> Finding:
     """Time is bytes over used bandwidth. Impossible as stated if, at fixed bytes, no rounding of the stated percentages
     and of the earlier time gives the later time; else the recorded rows of E2 decide."""
