@@ -223,3 +223,43 @@ def test_the_plain_sampler_draws_from_the_filtered_distribution(tmp_path: Path, 
         assert set(np.unique(tokens)) <= set(truth)
         for token, p in truth.items():  # five standard deviations
             assert abs((tokens == token).mean() - p) < 5 * (p * (1 - p) / 4000) ** 0.5 + 1e-9
+
+
+# --- hardware counters
+
+NCU = [
+    "==PROF== Connected to process 7",
+    '"ID","Process ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum"',
+    '"","","","Mbyte","us"',
+    '"0","7","norm_qkv_rope","1,012.5","9"',
+    '"1","7","norm_qkv_rope","0.5","9"',
+    '"2","7","attention","2","9"',
+    '"3","7","take_kernel","9","9"',
+]
+
+
+def test_the_counters_table_is_read_by_operation_and_held_against_the_count(tmp_path: Path) -> None:
+    from pdlab.bench import hardware_counters as counters
+    from pdlab.bench.records import Recorder
+    from pdlab.core.errors import MeasurementError
+    from pdlab.costs.formulas import decode_shape, step_bytes
+
+    found = counters.read_table(NCU)
+    assert found == {"norm_qkv_rope": 1013e6, "attention": 2e6, "take_kernel": 9e6}
+    with Recorder("decode_single_stream", "nvidia-h200", out=tmp_path, command="test") as recorder:
+        counters.report(found, "llama-1b", recorder, "bfloat16")
+    ratios = {r.params["operation"]: r.median for r in recorder.rows if r.metric == "dram_read_ratio"}
+    counted = step_bytes(config_of("llama-1b"), decode_shape(1, counters.TOKENS), 2)
+    assert ratios["attention"] == pytest.approx(2e6 / counted.attention)
+    assert ratios["all"] == pytest.approx(1015e6 / (counted.attention + counted.norm_qkv_rope))
+    for broken in (NCU[:1], [*NCU[:2], NCU[2].replace("Mbyte", "furlong"), *NCU[3:]]):
+        with pytest.raises(MeasurementError):
+            counters.read_table(broken)
+    with pytest.raises(MeasurementError, match="no kernel carries"):
+        counters.report({"take_kernel": 1.0}, "llama-1b", recorder, "bfloat16")
+
+
+def test_the_step_that_counters_look_at_runs() -> None:
+    from pdlab.bench import hardware_counters as counters
+
+    counters.step("random:llama-tiny", tokens=20)
