@@ -4,9 +4,10 @@ A closed loop of `concurrency` clients sends requests with the lengths of the Az
 service promises every request 1,024 tokens of output; schemes that reserve ahead make room for that, though the median answer
 has 129. Every variant gets the same requests and the same bytes.
 
-On a GPU a model runs, each load in its share of the time: a short probe says how long the variants will take, and where that
-is too long all lengths, the promise and the memory are divided by 2, 4, 8 or 16 (`azure_conversation_by_<n>`), so that every
-request still runs to its end; waste is then not recorded, since pages are not divided. All variants run over one executor for
+On a GPU a model runs, and the most wanted load comes first: a short probe says how long the variants will take, and where that
+leaves no time for the others at half their lengths, all lengths, the promise and the memory are divided by 2, 4, 8 or 16
+(`azure_conversation_by_<n>`), so that every request still runs to its end; waste is then not recorded, since pages are not
+divided. All variants run over one executor for
 pages and one for extents, half of the memory each. `equal_requests` are as many as run at once, all alike, so that paged and
 contiguous run the same steps; decode_step is what one of those takes.
 
@@ -75,7 +76,7 @@ class Load:
     make: Callable[[int, int, int], Workload] = conversation
     kv_tokens: int | None = None
     shared: int = 0  # tokens of a common beginning; with it prefixes are reused
-    share: float = 1.0  # of the measuring time, in proportion to the others'
+    share: float = 1.0  # of the measuring time, in proportion to the loads of other models
     variants: tuple[str, ...] = SCHEMES
     divisors: tuple[int, ...] = DIVISORS  # that lengths and memory may be divided by
     by: int = 1  # the one that they are divided by
@@ -224,8 +225,9 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
         begun = ctx.left()
         for i, load in enumerate(loads):
             if pace is not None:
-                shares = sum(later.share for later in loads[i:]) + share_of_others
-                fitted = _fitted(pace, load, ctx.left() * load.share / shares, ctx.seed)
+                own = sum(later.share for later in loads[i:])
+                kept = sum(_costs(pace, later, ctx.seed)[:2][-1][1] for later in loads[i + 1 :])
+                fitted = _fitted(pace, load, ctx.left() * own / (own + share_of_others) - kept, ctx.seed)
                 if fitted is None:
                     _skip(ctx, load, load.variants)
                     continue
@@ -252,12 +254,17 @@ def _pace(ctx: Context, make: Callable[[EngineConfig], Engine], short: Load) -> 
     return pace
 
 
+def _costs(pace: Pace, load: Load, seed: int) -> list[tuple[Load, float]]:
+    """The load with its lengths divided by each number that it may be, and the seconds that all its variants will take."""
+    tried = [replace(load, by=by) for by in load.divisors]
+    return [(x, 1.1 * len(x.variants) * pace.seconds(x.workload(seed))) for x in tried]
+
+
 def _fitted(pace: Pace, load: Load, seconds: float, seed: int) -> Load | None:
     """The load, its lengths divided by as little as lets every variant serve it within `seconds`; None where they may not be
     divided and that takes longer."""
-    tried = [replace(load, by=by) for by in load.divisors]
-    last = tried[-1] if len(tried) > 1 else None
-    return next((x for x in tried if 1.1 * len(x.variants) * pace.seconds(x.workload(seed)) <= seconds), last)
+    costs = _costs(pace, load, seed)
+    return next((x for x, cost in costs if cost <= seconds), costs[-1][0] if len(costs) > 1 else None)
 
 
 def _skip(ctx: Context, load: Load, variants: Sequence[str], why: str = "the time budget ran out") -> None:

@@ -162,7 +162,8 @@ class Pace:
     @classmethod
     def of(cls, outcome: Outcome, kv_token: float) -> Pace:
         rows = [(r.t_end - r.t_start, r.prefill_tokens) for r in outcome.trace or ()]
-        prompts = [(seconds, n) for seconds, n in rows if n]
+        most = max(n for _, n in rows)
+        prompts = [(seconds, n) for seconds, n in rows if 2 * n > most]  # smaller chunks cost what the step's decodes do
         steps = sorted(seconds for seconds, n in rows if not n)
         return cls(sum(s for s, _ in prompts) / sum(n for _, n in prompts), steps[len(steps) // 2], kv_token)
 

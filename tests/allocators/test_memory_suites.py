@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,13 @@ def test_every_variant_is_measured_on_the_same_requests_and_the_same_memory(
     assert all(row.median == 0 for row in rows if row.metric == "waste_external" and row.variant in ("paged", "hybrid"))
 
 
+def test_the_pace_of_prompts_is_that_of_full_chunks() -> None:
+    steps = [(2048, 0.050), (2048, 0.052), (70, 0.012), (0, 0.010), (0, 0.011), (0, 0.030)]
+    trace = [SimpleNamespace(t_start=0.0, t_end=seconds, prefill_tokens=n) for n, seconds in steps]
+    pace = Pace.of(SimpleNamespace(trace=trace), 1e-8)  # type: ignore[arg-type]
+    assert pace == Pace(pytest.approx(0.051 / 2048), 0.011, 1e-8)
+
+
 def test_lengths_are_divided_by_as_little_as_the_time_allows_and_memory_with_them() -> None:
     load = kv_allocators.Load("llama-3-8b", 100, 125, kv_tokens=64 << 10)
     pace = Pace(prompt_token=1e-5, step=1e-2, kv_token=1e-9)
@@ -74,25 +82,27 @@ def test_lengths_are_divided_by_as_little_as_the_time_allows_and_memory_with_the
     assert kv_allocators._fitted(pace, uncut, 1e-9, seed=0) is None
 
 
-def test_each_load_gets_its_share_of_the_time_and_says_what_there_was_no_time_for(
+def test_the_first_load_leaves_the_others_time_at_half_their_lengths_and_what_has_none_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads = [kv_allocators.Load("llama-tiny", 3, 3, kv_tokens=4096, share=s) for s in (3, 1)]
+    first, second = (kv_allocators.Load("llama-tiny", 3, n, kv_tokens=4096, divisors=(64, 128)) for n in (3, 4))
     given: list[float] = []
 
     def fitted(pace: Any, load: Any, seconds: float, seed: int) -> Any:
         given.append(seconds)
         return kv_allocators.replace(load, by=64)
 
-    monkeypatch.setattr(kv_allocators, "real_loads", lambda full: loads)
+    monkeypatch.setattr(kv_allocators, "real_loads", lambda full: [first, second])
     monkeypatch.setattr(kv_allocators, "_at_full_size", lambda ctx: True)
     monkeypatch.setattr(kv_allocators, "DIVISORS", (64,))
     monkeypatch.setattr(kv_allocators, "_compare_equals", lambda *args: None)
+    monkeypatch.setattr(kv_allocators, "_pace", lambda *args: Pace(1e-3, 1e-2, 0.0))
     monkeypatch.setattr(kv_allocators, "_fitted", fitted)
     monkeypatch.setattr(suites.Context, "left", lambda self: 8.0)
     ctx = context(tmp_path)
     kv_allocators._measure_all(ctx)
-    assert given == [6, 8]
+    half = kv_allocators.replace(second, by=128).workload(0)
+    assert given == [pytest.approx(8 - 4.4 * Pace(1e-3, 1e-2, 0.0).seconds(half)), 8]
     assert {row.variant for row in ctx.record.rows} == set(kv_allocators.SCHEMES)
     assert all(row.status == "ok" for row in ctx.record.rows)
     monkeypatch.setattr(suites.Context, "left", lambda self: 0.0)
