@@ -44,11 +44,10 @@ _HEADLINE_S = 14.0  # what a model's headline may need: kept back while others g
 class Stream:
     """One model's measurements: what every row of it shares."""
 
-    def __init__(self, ctx: Context, config: ModelConfig, read: float) -> None:
-        self.ctx, self.config, self.read = ctx, config, read
-        self.prompt, self.new = LENGTHS[ctx.profile]
-        self.params = {"model": config.name, "prompt": self.prompt, "new_tokens": self.new, "dtype": ctx.dtype}
-        mean = self.prompt + self.new // 2
+    def __init__(self, ctx: Context, config: ModelConfig, read: float, prompt: int, new: int) -> None:
+        self.ctx, self.config, self.read, self.prompt, self.new = ctx, config, read, prompt, new
+        self.params = {"model": config.name, "prompt": prompt, "new_tokens": new, "dtype": ctx.dtype}
+        mean = prompt + new // 2
         self.bytes = step_bytes(config, decode_shape(1, mean), itemsize_of(ctx.dtype)).total
 
     def report(self, variant: str, seconds: Timings, settings: dict[str, Any] | None = None) -> None:
@@ -120,7 +119,7 @@ def measure_model(ctx: Context, name: str, read: float, keep: float) -> None:
     from pdlab.bench.prefill_vs_decode import _load
 
     config = config_of(name)
-    stream = Stream(ctx, config, read)
+    stream = Stream(ctx, config, read, *LENGTHS[ctx.profile])
     need, have = weights_bytes(config, itemsize_of(ctx.dtype)), ctx.machine.memory_bytes * 0.8
     if need > have:
         return stream.skip("ours", f"needs {need / 1e9:.1f} GB and {have / 1e9:.1f} GB can be used")

@@ -1,0 +1,277 @@
+"""What the notebooks about decoding compute and look up: recorded rows that belong together, launches, algebra, live steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdlab.bench import _stages as stages
+from pdlab.costs.formulas import decode_shape, itemsize_of, step_bytes
+from pdlab.costs.tables import params_json, read
+from pdlab.models.catalogue import config_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from pdlab.bench.records import Recorder
+    from pdlab.kernels.ops import NormWeights
+    from pdlab.lab.session import Lab
+    from pdlab.models.config import ModelConfig
+    from pdlab.models.loading import Loaded
+
+SWITCHES = {
+    "graph": "+ CUDA graph",
+    "attention": "+ attention kernel",
+    "fused": "+ fused operations",
+    "dependent": "+ dependent launch",
+    "two_steps": "+ two steps in flight",
+}
+
+
+# --- recorded rows
+
+
+def together(device: str, experiment: str, metric: str, **where: Any) -> pd.DataFrame:
+    """Recorded rows of a metric that may be compared: for each set of parameters those of one run, the one that holds the most
+    variants (of several the newest). Empty where nothing was recorded. Columns as bench.records.frame."""
+    from pdlab.bench.records import frame
+
+    runs: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in read(device, experiment):
+        fits = row.metric == metric and row.ok and all(row.params.get(k) == v for k, v in where.items())
+        if fits:
+            runs.setdefault(params_json(row.params), {}).setdefault(row.run_id, {})[row.variant] = row
+    chosen = [max(reversed(by_run.values()), key=len) for by_run in runs.values()]
+    return frame(row for variants in chosen for row in variants.values())
+
+
+def missing(table: pd.DataFrame, device: str, experiment: str) -> bool:
+    """Whether a table is empty; says so, and what would fill it."""
+    if len(table) == 0:
+        print(f"nothing was recorded yet: pdlab bench {experiment} --record, on {device}, fills this")
+    return len(table) == 0
+
+
+def day(table: pd.DataFrame) -> str:
+    """The day of a recorded table's newest row."""
+    return str(table["time_utc"].max())[:10] if len(table) else ""
+
+
+def gains(table: pd.DataFrame, over: str, of: str = "ours", by: Sequence[str] = ("model", "batch", "graph")) -> pd.DataFrame:
+    """Latency of the variant `over` divided by that of `of`, a row for each set of the parameters `by`, as column `gain`."""
+    columns = [c for c in by if c in table]
+    wide = table.pivot_table(index=columns, columns="variant", values="median")
+    if over not in wide or of not in wide:
+        return table.iloc[:0].assign(gain=[])
+    return (wide[over] / wide[of]).dropna().rename("gain").reset_index()
+
+
+def gain_lines(table: pd.DataFrame, over: str, model: str | None = None) -> pd.DataFrame:
+    """`gains` over the batch for figures: a line launched, a line in a graph; of several models the median."""
+    import pandas as pd
+
+    found = gains(table, over)
+    found = found[found["model"] == model] if model else found
+    if len(found) == 0:
+        return pd.DataFrame(columns=["x", "y", "series", "kind"])
+    found = found.groupby(["batch", "graph"], as_index=False)["gain"].median()
+    names = {True: "in a CUDA graph", False: "launched one by one"}
+    return pd.DataFrame(
+        {"x": found["batch"], "y": found["gain"], "series": found["graph"].map(names), "kind": "recorded"}
+    ).sort_values(["series", "x"], ascending=[False, True])
+
+
+def latency_lines(table: pd.DataFrame, floors: pd.DataFrame, **where: Any) -> pd.DataFrame:
+    """Latency over the batch for figures.latency: a line a variant, and the floor as the prediction."""
+    import pandas as pd
+
+    def chosen(rows: pd.DataFrame) -> pd.DataFrame:
+        for name, value in where.items():
+            rows = rows[rows[name] == value]
+        return rows
+
+    rows, floor = chosen(table), chosen(floors)
+    series = rows["variant"].str.replace("_", " ")
+    lines = pd.DataFrame({"x": rows["batch"], "y": rows["median"], "p10": rows["p10"], "p90": rows["p90"], "series": series})
+    bound = pd.DataFrame({"x": floor["batch"], "y": floor["median"], "series": "floor", "kind": "predicted"})
+    return pd.concat([lines.assign(kind="recorded"), bound], ignore_index=True)
+
+
+def falls(table: pd.DataFrame, model: str, value: str = "median") -> dict[str, float]:
+    """The waterfall of one model: tokens a second after each switch, from `unfused` on; switches not recorded are left out."""
+    rows = table[table["model"] == model].set_index("variant")[value]
+    steps = zip(("plain PyTorch, launched", *SWITCHES.values()), stages.waterfall(), strict=True)
+    return {words: float(rows[name]) for words, s in steps if (name := stages.name_of(s)) in rows.index}
+
+
+def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
+    """What each switch is worth alone (over `unfused`) and what leaving it out of all costs (`ours` over the rest)."""
+    import pandas as pd
+
+    rows = table[table["model"] == model].set_index("variant")["median"]
+    found = {}
+    for switch, words in SWITCHES.items():
+        alone, without = stages.name_of({switch}), stages.name_of(stages.ALL - {switch})
+        if switch == "fused":
+            without = stages.name_of(stages.ALL - {"fused", "dependent"})
+        values = {
+            "alone": rows[alone] / rows["unfused"] if {alone, "unfused"} <= set(rows.index) else float("nan"),
+            "in all, against without": rows["ours"] / rows[without] if {without, "ours"} <= set(rows.index) else float("nan"),
+        }
+        if any(v == v for v in values.values()):
+            found[words.removeprefix("+ ")] = values
+    return pd.DataFrame(found).T
+
+
+# --- launches
+
+
+def operator_calls(loaded: Loaded, batch: int = 1) -> pd.DataFrame:
+    """How many PyTorch operators one layer's decode takes when nothing is fused, by model operation; counted live."""
+    import pandas as pd
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from pdlab.bench import _breakdown
+
+    with _breakdown.step_of(loaded, frozenset(), 16, batch, ranged=True) as (executor, plan):
+        _breakdown.run_steps(executor, [plan(0)], 1)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+            _breakdown.run_steps(executor, [plan(1)], 1)
+    events = list(profiler.events())
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events if e.name in _breakdown.OPERATIONS]
+    counts = dict.fromkeys(_breakdown.OPERATIONS, 0)
+    views = ("view", "reshape", "expand", "slice", "select", "transpose", "unsqueeze", "split", "detach", "alias", "as_strided")
+    for e in events:
+        outermost = e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")
+        if e.name.startswith("aten::") and outermost and not any(word in e.name for word in views):
+            name = next((n for n, start, end in spans if start <= e.time_range.start <= end), None)
+            if name:
+                counts[name] += 1
+    layers = loaded.config.num_layers
+    each = {name: n / (1 if name == "projection_sample" else layers) for name, n in counts.items()}
+    return pd.DataFrame({"operators, plain": {k: round(v) for k, v in each.items()}, "kernels, fused": 1})
+
+
+def launch_curve(lab: Lab, sizes: Iterable[int]) -> pd.DataFrame:
+    """Time of adding 1 to a vector of so many bytes, as lines for figures.latency: called from Python, on a GPU also in a CUDA
+    graph, and the bytes over the copy bandwidth."""
+    import pandas as pd
+    import torch
+
+    from pdlab.hardware.timing import L2Rotation, graph_time_us, time_ms
+
+    dtype, rows = getattr(torch, lab.dtype), []
+    for size in sizes:
+        n = max(1, size // itemsize_of(lab.dtype))
+        rotation = L2Rotation(lambda i, n=n: (torch.ones(n, dtype=dtype, device=lab.device),), 2 * size)
+        add = partial(torch.Tensor.add_, other=1)
+        took = {"called from Python": time_ms(add, rotation=rotation, device=lab.device, n=200, budget_ms=60).scaled(1e3, "us")}
+        if lab.machine.is_gpu:
+            took["in a CUDA graph"] = graph_time_us(add, rotation=rotation, n=10, budget_ms=40)
+        rows += [(size / 1e3, t.median, t.p10, t.p90, name, "measured") for name, t in took.items()]
+        floor = 2 * size / lab.ceilings().copy_bytes_per_s * 1e6
+        rows.append((size / 1e3, floor, floor, floor, "called from Python", "predicted"))
+    return pd.DataFrame(rows, columns=["x", "y", "p10", "p90", "series", "kind"])
+
+
+# --- algebra
+
+
+def norm_orders(norm: NormWeights, x: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
+    """Relative errors of ways to order a norm and a product in 16 bits (products summed in float32), against float64."""
+    x64, g64, w64 = x.double(), norm.weight.double(), weight.double()
+    centred = x64 if norm.bias is None else x64 - x64.mean(-1, keepdim=True)
+    scale = (centred.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    truth = (centred * scale * g64) @ w64.T
+    kind, s = x.dtype, scale.float()
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.to(kind).float() @ b.to(kind).float().T
+
+    y = centred.float()
+    ways = {
+        "norm, round, product": product(y * s * g64.float(), weight),
+        "round x g, product, then 1/rms (ours)": product(y * g64.float(), weight) * s,
+        "g folded into the 16-bit weights": product(y, weight.float() * g64.float()) * s,
+    }
+    if norm.bias is not None:  # LayerNorm: the mean may be taken off before or after
+        column = (weight.float() * g64.float()).sum(-1)
+        ways["mean taken off after the product"] = (product(x.float() * g64.float(), weight) - x.float().mean(-1, keepdim=True)
+                                                    * column) * s  # fmt: skip
+    return {name: float((out.double() - truth).norm() / truth.norm()) for name, out in ways.items()}
+
+
+def unfused_bytes(config: ModelConfig, batch: int, itemsize: int = 2) -> dict[str, float]:
+    """Bytes of norm + QKV + rotary + cache write of one layer: fused, and apart (each operation reads and writes memory)."""
+    fused = step_bytes(config, decode_shape(batch, 1), itemsize).norm_qkv_rope / config.num_layers
+    h, q, kv = config.hidden_size, config.q_size, config.kv_size
+    between = 2 * h + 2 * (q + 2 * kv) + (2 * (q + kv) if config.family == "llama" else 0) + 2 * kv
+    return {"fused": fused, "apart": fused + batch * between * itemsize}
+
+
+# --- live
+
+
+def streams(
+    lab: Lab, recorder: Recorder, loaded: Loaded, sets: Sequence[Iterable[str]], prompt: int, new: int, rounds: int = 2
+) -> pd.DataFrame:
+    """Tokens a second of one stream with each set of switches, taking turns; with the share of the read ceiling. Recorded."""
+    import pandas as pd
+
+    from pdlab.bench.decode_single_stream import Stream, measure_variants
+    from pdlab.bench.suites import Context
+
+    context = Context(lab.machine, lab.profile, recorder, 60.0, lab.seed, say=lambda line: None)
+    stream = Stream(context, loaded.config, lab.ceilings().read_bytes_per_s, prompt, new)
+    before = len(recorder.rows)
+    measure_variants(stream, loaded, [frozenset(s) for s in sets], rounds)
+    rows = [r for r in recorder.rows[before:] if r.ok]
+    table: dict[str, dict[str, float]] = {}
+    for row in rows:
+        table.setdefault(row.variant, {})[row.metric] = row.median
+    columns = {"throughput": "tokens a second", "bandwidth_share": "share of the read ceiling, %"}
+    return pd.DataFrame(table).T.rename(columns=columns)
+
+
+def breakdown(lab: Lab, loaded: Loaded, tokens: int, trace: Path | None = None, *, fused: bool = True) -> pd.DataFrame:
+    """Microseconds of each operation in one decode step of this machine beside its byte floor; see bench._breakdown."""
+    import pandas as pd
+
+    from pdlab.bench import _breakdown
+
+    found = _breakdown.profile(loaded, stages.ALL if fused else frozenset(), tokens, trace)
+    floors = step_bytes(loaded.config, decode_shape(1, tokens), itemsize_of(lab.dtype))
+    speed = lab.ceilings().read_bytes_per_s
+    rows = {op: {"us": us, "floor": getattr(floors, op) / speed * 1e6} for op, us in found.items()}
+    return pd.DataFrame(rows).T
+
+
+def recorded_breakdown(device: str, model: str) -> pd.DataFrame:
+    """The same from the records, a row an operation and a column a variant, the floor among them; microseconds a step."""
+    import pandas as pd
+
+    rows = together(device, "decode_single_stream", "kernel_time", model=model)
+    floors = together(device, "decode_single_stream", "floor_kernel_time", model=model)
+    both = pd.concat([rows, floors.assign(variant="floor")], ignore_index=True) if len(rows) else rows
+    return both.pivot_table(index="operation", columns="variant", values="median", sort=False) if len(both) else both
+
+
+def wall(device: str, models: Sequence[str], read_bytes_per_s: float, tokens: int, dtype: str = "bfloat16") -> pd.DataFrame:
+    """Bytes a token and the most tokens a second that a read bandwidth allows, weights and `tokens` of cache counted."""
+    import pandas as pd
+
+    rows = {}
+    for model in models:
+        moved = step_bytes(config_of(model), decode_shape(1, tokens), itemsize_of(dtype)).as_dict()
+        total = sum(moved.values())
+        rows[model] = {
+            "GB a token": total / 1e9,
+            "of it cache, %": 100 * moved["attention"] / total,
+            "ms a token": total / read_bytes_per_s * 1e3,
+            "tokens a second, at most": read_bytes_per_s / total,
+        }
+    return pd.DataFrame(rows).T.rename_axis(device)
