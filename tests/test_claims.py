@@ -234,7 +234,7 @@ def _sweep(places: Path, device: str, best: int) -> None:
         for tile in (64, 128):
             sizes = {"tile_block_m": tile, "tile_block_n": 128, "tile_stages": 2}
             us = 1.0 if tile == best else 2.0
-            record.add("latency", us, "us", params={"kind": "prefill", "head_dim": 128, "length": 1024, **sizes})
+            record.add("latency", us, "us", params={"kernel": "prefill", "head_dim": 128, "length": 1024, **sizes})
 
 
 def test_the_best_tile_needs_two_gpus(places: Path) -> None:

@@ -52,11 +52,12 @@ def run(ctx: Context) -> None:
         if ctx.left() <= 0:
             ctx.record.skip("throughput", "TFLOP/s", "the time budget ran out", params=params)
             continue
-        _case(ctx, params, top)
+        measure_case(ctx, params, top)
     common.insist(ctx)
 
 
-def _case(ctx: Context, params: dict[str, Any], top: Any) -> None:
+def measure_case(ctx: Context, params: dict[str, Any], top: Any) -> None:
+    """Measures one case; `top` are the ceilings of this run."""
     from pdlab.bench import _attention as common
     from pdlab.bench import _attention_rivals as rivals
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from pdlab.bench.records import Recorder
     from pdlab.bench.suites import Context
     from pdlab.kernels.kv_view import KVView
 
@@ -88,16 +89,17 @@ def run(ctx: Context) -> None:
                     ctx.record.skip("relative_error", "ratio", "the time budget ran out", variant="careful", params=params)
                     continue
                 for variant, care in cares().items():
-                    _record(ctx, variant, tiled_attention(**case, tile=tile, care=care), truth, params)
+                    write(ctx.record, variant, tiled_attention(**case, tile=tile, care=care), truth, params)
                 if can_run and "mask" not in case and dtype != "float32":
                     for variant, out in kernels(tile, case, ctx.device).items():
-                        _record(ctx, variant, out, truth, params)
+                        write(ctx.record, variant, out, truth, params)
 
 
-def _record(ctx: Context, variant: str, out: torch.Tensor, truth: torch.Tensor, params: dict[str, Any]) -> None:
+def write(record: Recorder, variant: str, out: torch.Tensor, truth: torch.Tensor, params: dict[str, Any]) -> None:
+    """The two rows of one output."""
     error, share = errors(out, truth)
-    ctx.record.add("not_finite", share, "percent", variant=variant, params=params)
+    record.add("not_finite", share, "percent", variant=variant, params=params)
     if error is None:
-        ctx.record.skip("relative_error", "ratio", "no output is finite", variant=variant, params=params)
+        record.skip("relative_error", "ratio", "no output is finite", variant=variant, params=params)
     else:
-        ctx.record.add("relative_error", error, "ratio", variant=variant, params=params)
+        record.add("relative_error", error, "ratio", variant=variant, params=params)

@@ -19,7 +19,7 @@ NAME = "attention_tiles"
 HELP = "sweep of the attention kernels' tile sizes; writes the device's tuning table"
 
 QUERIES = (256, 4096)  # tokens a prompt: one length for the bandwidth-bound tiles, one for the compute-bound
-HEADS, KV_HEADS = 32, 8
+HEADS, KV_HEADS, TOKENS = 32, 8, 16384  # query and KV heads; tokens of all prompts together
 
 
 def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeTile]:
@@ -73,7 +73,7 @@ def run(ctx: Context) -> None:
     tuning = Tuning.of_device()
     for dim in (128, 64):
         best: dict[tuple[str, int], tuple[float, dict[str, Any]]] = {}
-        for phase, n, batch in (("decode", 4096, 32), *(("prefill", n, 16384 // n) for n in QUERIES)):
+        for phase, n, batch in (("decode", 4096, 32), *(("prefill", n, TOKENS // n) for n in QUERIES)):
             new = n if phase == "prefill" else 1
             q, view = common.make_view(
                 [n] * batch, [new] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=dim, page=16 if phase == "decode" else 0,
@@ -93,7 +93,7 @@ def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any) -> 
     """Milliseconds of one tile, also written as a row; None where it has none."""
     from pdlab.bench import _attention as common
 
-    params = {"kind": kind, "head_dim": q.shape[2], "length": view.max_kv, "dtype": ctx.dtype}
+    params = {"kernel": kind, "head_dim": q.shape[2], "length": view.max_kv, "dtype": ctx.dtype}
     params |= {f"tile_{name}": value for name, value in asdict(tile).items()}
     if ctx.left() <= 0:
         ctx.record.skip("latency", "us", "the time budget ran out", params=params)
@@ -124,14 +124,14 @@ def entries(best: dict[tuple[str, int], tuple[float, dict[str, Any]]], head_dim:
     return made
 
 
-def call_of(tile: Any, tuning: Any) -> Any:
+def call_of(tile: Any, tuning: Any, device: str = "cuda") -> Any:
     """attention(q, view) with this tile."""
     from pdlab.kernels.flash_decode import Workspace, flash_decode
     from pdlab.kernels.flash_prefill import flash_prefill
 
     if hasattr(tile, "blocks_per_sm"):
         programs = tile.blocks_per_sm * tuning.multiprocessors
-        work = Workspace.create("cuda", programs=programs, rows=16, head_dim=256, segments=64 * 32)
+        work = Workspace.create(device, programs=programs, rows=16, head_dim=256, segments=64 * 32)
         return lambda q, view: flash_decode(q, view, work, tile, programs)
     if hasattr(tile, "consumers"):
         from pdlab.kernels.flash_prefill_hopper import flash_prefill_hopper

@@ -110,7 +110,7 @@ def _fits_elsewhere(rows: list[Row]) -> str:
     """What the largest of the fastest plain prefill tiles would ask of other generations' shared memory."""
     sizes = []
     for p in (row.params for row in rows):
-        if p.get("kind") == "prefill" and {"tile_block_m", "tile_block_n", "tile_stages", "head_dim"} <= set(p):
+        if p.get("kernel") == "prefill" and {"tile_block_m", "tile_block_n", "tile_stages", "head_dim"} <= set(p):
             sizes.append(PrefillTile(p["tile_block_m"], p["tile_block_n"], 0, p["tile_stages"]).shared_bytes(p["head_dim"]))
     if not sizes:
         return ""
