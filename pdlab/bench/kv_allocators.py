@@ -221,7 +221,7 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
         room = max(room, kv_capacity(config, loaded.model, largest.longest) * 9 // 20)  # graphs need memory too
     owners = [config.with_(kv_allocator=v, kv_capacity_tokens=room) for v in SCHEMES[:2]]
     with engines_over(loaded, owners) as make:
-        pace = _pace(ctx, make, replace(loads[0], by=DIVISORS[-1])) if full else None
+        pace = _pace(ctx, make, loads[0]) if full else None
         begun = ctx.left()
         for i, load in enumerate(loads):
             if pace is not None:
@@ -241,16 +241,19 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
     return begun
 
 
-def _pace(ctx: Context, make: Callable[[EngineConfig], Engine], short: Load) -> Pace:
-    """Compiles what both kinds of memory need, and says how fast the model is."""
-    outcome = None
-    for variant in ("contiguous_pool", "paged", "paged"):
+def _pace(ctx: Context, make: Callable[[EngineConfig], Engine], load: Load) -> Pace:
+    """Compiles what both kinds of memory need for long prompts and short ones, and says how fast the model is."""
+    first = load.workload(ctx.seed).head(60)
+    long = Workload(first.name, (replace(item, max_tokens=min(8, item.max_tokens)) for item in first), clients=40)
+    short, outcome = replace(load, by=DIVISORS[-1]), None
+    for variant in SCHEMES[1::-1]:
+        play(make(load.config(variant, device=ctx.device, dtype=ctx.dtype)), long)
         outcome = play(make(short.config(variant, device=ctx.device, dtype=ctx.dtype)), short.workload(ctx.seed))
     assert outcome is not None
-    model = config_of(f"random:{short.model}")
+    model = config_of(f"random:{load.model}")
     read = ceilings_for(ctx.machine.slug, ctx.dtype).read_bytes_per_s
     pace = Pace.of(outcome, model.kv_bytes_per_token(itemsize_of(ctx.dtype)) / read)
-    ctx.say(f"  {short.model}: {1e6 * pace.prompt_token:.0f} us a prompt token, {1e3 * pace.step:.1f} ms a step")
+    ctx.say(f"  {load.model}: {1e6 * pace.prompt_token:.0f} us a prompt token, {1e3 * pace.step:.1f} ms a step")
     return pace
 
 
