@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pdlab.hardware.timing import L2Rotation, Timings, alternate, graph_time_us, time_ms
@@ -157,11 +157,16 @@ def insist(ctx: Context, *own: str) -> None:
         raise AssertionError(f"{len(wrong)} cases are wrong, the first: {wrong[0].params}: {wrong[0].status}")
 
 
-def record_ceilings(ctx: Context) -> Ceilings:
-    """The read and matrix ceilings, measured in this run and written beside what is held against them."""
+@cache
+def _ceilings(device: str, dtype: str) -> Ceilings:
     from pdlab.bench import ceilings
 
-    top = ceilings.measure(ctx.device, ctx.dtype, quick=not ctx.full)
+    return ceilings.measure(device, dtype, quick=not device.startswith("cuda"))
+
+
+def record_ceilings(ctx: Context) -> Ceilings:
+    """The read and matrix ceilings, measured once in this process and written beside what is held against them."""
+    top = _ceilings(ctx.device, ctx.dtype)
     ctx.record.add("read_ceiling", top.read_bytes_per_s / 1e12, "TB/s", params={})
     ctx.record.add("matmul_ceiling", top.matmul_flops_per_s / 1e12, "TFLOP/s", params={"dtype": ctx.dtype})
     return top

@@ -115,9 +115,9 @@ def floors(
         moved = plain_attention_bytes(batch, heads, n, head_dim, itemsize)
         plain = max(whole, moved / top.read_bytes_per_s)
         once = plain_attention_bytes(batch, heads, n, head_dim, itemsize, passes=0)
-        rows.append({"x": n, "y": 1e3 * plain, "series": "plain, the matrix through memory", "kind": "predicted"})
+        rows.append({"x": n, "y": 1e3 * plain, "series": "plain", "kind": "predicted"})
         tiled = max(half, once / top.read_bytes_per_s)
-        rows.append({"x": n, "y": 1e3 * tiled, "series": "in tiles, the matrix on the chip", "kind": "predicted"})
+        rows.append({"x": n, "y": 1e3 * tiled, "series": "in tiles", "kind": "predicted"})
     return pd.DataFrame(rows)
 
 

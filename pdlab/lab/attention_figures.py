@@ -99,6 +99,8 @@ def rates(
 
 def floors(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str, xlabel: str) -> LabFigure:
     """Least times by length, a panel a machine; both axes logarithmic, so what is n squared has the slope 2."""
+    from matplotlib.ticker import NullLocator
+
     from pdlab.lab.figures import short
 
     figure, axes = canvas(claim, footer, size=(9.2, 4.4), columns=len(panels))
@@ -107,8 +109,9 @@ def floors(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str, xlabe
         ax.set(title=title, xscale="log", yscale="log", xlabel=xlabel)
         plain_ticks(ax.xaxis, lines["x"], limit=7)
         ax.yaxis.set_major_formatter(short)
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.legend(handles=handles, loc="lower right")
     axes[0, 0].set_ylabel("least time, ms")
-    figure.legend(handles=handles, loc="outside lower right", ncols=2)
     return figure
 
 

@@ -30,6 +30,7 @@ from pdlab.kernels.tuning import first_match
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    _attention._ceilings.cache_clear()
     monkeypatch.setattr(ceilings, "measure", lambda *args, **kwargs: Ceilings(1e10, 1e10, 1e11, "measured"))
     monkeypatch.setattr(attention_decode, "_SMOKE", [(2, 40, 16), (2, 33, 0)])
     monkeypatch.setattr(attention_prefill, "LENGTHS", {"smoke": (17, 40)})
