@@ -149,7 +149,7 @@ def _params(load: Load, workload: Workload) -> dict[str, Any]:
 def _settings(config: EngineConfig, workload: Workload, kv_tokens: int) -> dict[str, Any]:
     names = ("kv_allocator", "page_size", "promised_output_tokens", "prefix_reuse", "pool_fit", "compact_on_refusal")
     settings = {name: getattr(config, name) for name in names} | {"requests": len(workload), "kv_tokens": kv_tokens}
-    return settings | ({"lengths": lengths_from()} if workload.name.startswith("azure") else {})
+    return settings | ({"lengths": lengths_from()} if workload.name.startswith(("azure", "short")) else {})
 
 
 # --- simulated

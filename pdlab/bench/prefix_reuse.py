@@ -11,11 +11,12 @@ short turns say how long the chats may be; `chat_by_2` has questions and answers
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdlab.bench.memory_runs import play, real_engine, recorder_for, simulated_engine
+from pdlab.bench.memory_runs import engines_over, play, recorder_for, simulated_engine
 from pdlab.core.config import EngineConfig
 from pdlab.engine.engine import Engine
 from pdlab.workloads.replay import Outcome
@@ -108,30 +109,32 @@ def _measure(ctx: Context) -> None:
         )
 
     short = chats(clients, 1, 2, ctx.seed, system=48, scale=0.1)
-    workload = _affordable(ctx, loaded, config(True), short) if full else chats(clients, 1, 3, ctx.seed, system=48, scale=0.1)
-    for reuse in (True, False):
-        if ctx.left() <= 0:
-            return
-        with real_engine(loaded, config(reuse)) as engine:
-            _report(ctx, ctx.record, engine, workload, model, reuse, "measured", short)
-    ctx.record.flush()
+    with engines_over(loaded, [config(True)]) as make:
+        workload = chats(clients, 1, 3, ctx.seed, system=48, scale=0.1)
+        if full:
+            workload = _affordable(ctx, make(config(True)), clients, short)
+        for reuse in (True, False):
+            if ctx.left() <= 0:
+                return
+            _report(ctx, ctx.record, make(config(reuse)), workload, model, reuse, "measured", short)
+            ctx.record.flush()
 
 
-def _affordable(ctx: Context, loaded: Any, config: EngineConfig, short: Workload) -> Workload:
+def _affordable(ctx: Context, engine: Engine, clients: int, short: Workload) -> Workload:
     """The longest chats that both variants can serve in the time that is left, judged by short ones."""
-    clients = config.max_batch_requests
 
     def work(w: Workload) -> float:  # a token of an answer costs about as much as six of a prompt
         return sum(item.prompt_tokens + 6.0 * item.max_tokens for item in w)
 
-    with real_engine(loaded, config) as engine:
-        play(engine, short)  # compiles
-        rate = work(short) / play(engine, short, warm=short).seconds
+    play(engine, short)  # compiles
+    rate = work(short) / play(engine, short, warm=short).seconds
     for rounds, turns, scale in ((ROUNDS, TURNS, 1.0), (1, TURNS, 1.0), (1, TURNS, 0.5), (1, 4, 0.5), (1, 4, 0.25)):
         workload = chats(clients, rounds, turns, ctx.seed, scale=scale)
         seconds = work(workload) / rate
         if 2 * seconds <= 0.9 * ctx.left():
             break
+    last = (replace(item, max_tokens=min(4, item.max_tokens)) for item in workload.items[-clients:])
+    play(engine, Workload("longest", last, clients=clients))  # compiles what only long prompts need
     ctx.say(f"  {len(workload)} requests in chats of {turns} turns, lengths times {scale:g}: about {seconds:.0f} s each way")
     return workload
 
