@@ -110,5 +110,6 @@ def flash_attn(q: torch.Tensor, view: KVView) -> torch.Tensor:
     cu_kv = F.pad(view.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
     k, v = (cache.transpose(1, 2) for cache in (view.k, view.v))  # [pages, page_size, K, D]
     return flash_attn_varlen_func(
-        q, k, v, view.cu_q, cu_kv, view.max_q, view.max_kv, causal=True, block_table=view.block_table
+        q, k, v, cu_seqlens_q=view.cu_q, cu_seqlens_k=cu_kv, max_seqlen_q=view.max_q, max_seqlen_k=view.max_kv,
+        causal=True, block_table=view.block_table,
     )  # fmt: skip
