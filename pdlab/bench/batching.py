@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdlab.bench import serving
+from pdlab.bench.serving_outcomes import record_outcomes
 from pdlab.core.config import EngineConfig
 from pdlab.core.plan import PlanShape
 from pdlab.costs.formulas import step_flops
@@ -54,10 +55,15 @@ def config_for(base: EngineConfig, batching: str, budget: int) -> EngineConfig:
 def run(ctx: Context) -> None:
     model = "llama-1b" if ctx.full else "llama-tiny"
     shrink, n = (1, 192) if ctx.full else (16, 24)
-    scale = serving.scale_of(ctx)
-    scale = serving.Scale(model, scale.long_tokens, shrink, scale.config)
-    session = serving.Session(ctx, scale)
-    budget = 8192 // shrink
+    scale, budget = serving.scale_of(ctx), 8192 // shrink
+    config = scale.config.with_(max_batch_tokens=budget, static_batch_tokens=budget)
+    with serving.Session(ctx, serving.Scale(model, scale.long_tokens, shrink, config), batching="static") as session:
+        session.warm()
+        _measure(ctx, session, n, budget)
+
+
+def _measure(ctx: Context, session: serving.Session, n: int, budget: int) -> None:
+    model, shrink = session.scale.model, session.scale.shrink
     for warm in (True, False):
         for spread in SPREADS[:1] if warm else SPREADS:
             for batching in VARIANTS:
@@ -73,9 +79,10 @@ def run(ctx: Context) -> None:
                 if warm:
                     continue
                 settings = {"requests": count, "budget": budget}
-                serving.record_outcomes(
-                    ctx, [outcome], session.estimator, config, variant=batching, kind="measured", settings=settings, **params
-                )
+                record_outcomes(
+                    ctx.record, [outcome], session.estimator, config, variant=batching, kind="measured", settings=settings,
+                    **params,
+                )  # fmt: skip
                 tokens, flops = padding_shares(session.model, outcome)
                 ctx.record.add("padding_tokens", tokens, "percent", variant=batching, params=params)
                 ctx.record.add("padding_flops", flops, "percent", variant=batching, params=params)

@@ -1,8 +1,11 @@
 """Policies under mixed load: conversation-sized requests among which one in 200 brings a very long prompt.
 
-Three policies run on the real engine at two loads; all of them are simulated from 30 to 110 % of capacity, three seeds
-each, on the simulator that the same run calibrates. `load` is a share of the capacity of first come, first served, of the
-engine that the row speaks of. Everybody has the same batching: prompts in chunks beside the decodes.
+Three policies run on the real engine at two loads; all of them are simulated from 30 to 110 % of capacity, several seeds
+each, on the simulator that the same run calibrates, or that an earlier one did. `load` is a share of the rate at which first
+come, first served admits from a queue that never empties. Everybody has the same batching: prompts in chunks beside decodes.
+
+Every measured run is held-out data for two other tables, and is written there too: its steps are priced before they run
+(`estimator_error`), and the same requests are simulated (`simulator_error`).
 
 `article` stands for the article's scheduler with its ties broken (its own crashes at the first tie, see `article_crash`,
 the milliseconds until then); what it never runs counts as unfinished. Every wait of the policies that bound it is held
@@ -11,9 +14,13 @@ against the bound: `waits_over_bound`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import statistics
+from typing import TYPE_CHECKING, Any
 
 from pdlab.bench import serving
+from pdlab.bench.estimator_error import judge_of, save
+from pdlab.bench.memory_runs import recorder_for
+from pdlab.bench.serving_outcomes import record_differences, record_outcomes, record_prices
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import PolicyError
 from pdlab.hardware.timing import summarize
@@ -21,6 +28,7 @@ from pdlab.workloads.replay import Outcome
 from pdlab.workloads.workload import Workload
 
 if TYPE_CHECKING:
+    from pdlab.bench.records import Recorder
     from pdlab.bench.suites import Context
 
 NAME = "scheduling_mixed_load"
@@ -36,9 +44,13 @@ VARIANTS = {
     "priority": "priority",
     "article": "article_no_ties",
 }
+SIMULATES = True
+SIMULATED = ("nvidia-h200", "nvidia-a100-sxm4-80gb")  # devices, for who only simulates; one never recorded is predicted
 MEASURED = ("fcfs", "deadline", "sjf_aging")
+MEASURED_SHARES = {0.9: 0.7, 0.6: 0.3}  # of the time for real runs: tails need more requests where load is high
 LOADS = (0.9, 0.6, 0.3, 0.75, 1.0, 1.1)  # the headline first, should the budget run out
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5)
+FEW_SEEDS = SEEDS[:3]  # away from the headline
 
 
 def simulate(imitation: serving.Imitation, config: EngineConfig, n: int, rate: float, seed: int) -> Outcome:
@@ -70,70 +82,83 @@ def crash_after(imitation: serving.Imitation, config: EngineConfig, n: int, rate
     return float("nan")
 
 
-def _measure(ctx: Context, session: serving.Session, seconds: float) -> None:
-    for load in LOADS[:2]:
-        n = session.requests_for(seconds, load)
+def measure(ctx: Context, session: serving.Session, seconds: float) -> None:
+    """The same arrivals under each policy on the real engine, each run judged by what was learned before it."""
+    imitation = serving.Imitation.of(session)
+    for load, share in MEASURED_SHARES.items():
+        each = seconds * share / len(MEASURED)
+        n = session.requests_for(0.75 * each, load)  # what drains after the last arrival takes its time too
+        workload = serving.mixed_load(session.scale, n, load * session.capacity, SEEDS[0])
         for variant in MEASURED:
-            params = {"load": load, "workload": "chat_with_long", "model": session.scale.model}
+            params = {"load": load, "workload": workload.name, "model": session.scale.model}
             if ctx.left() <= 0:
                 ctx.record.skip("ttft", "ms", "the time budget ran out", variant=variant, params={**params, "quantile": 99})
                 continue
-            config = session.config.with_(policy=VARIANTS[variant])
-            workload = serving.mixed_load(session.scale, n, load * session.capacity, SEEDS[0])
-            outcome = session.real(config, workload)
-            serving.record_outcomes(
-                ctx, [outcome], session.estimator, config, variant=variant, kind="measured", settings={"requests": n}, **params
-            )
+            config, judge = session.config.with_(policy=VARIANTS[variant]), judge_of(session)
+            outcome = session.real(config, workload, judge)
+            record_outcomes(
+                ctx.record, [outcome], session.estimator, config, variant=variant, kind="measured", settings={"requests": n},
+                **params,
+            )  # fmt: skip
+            if variant == "fcfs":
+                record_prices(ctx, judge, **params)
+            record_differences(ctx, outcome, imitation.run(config, workload), variant=variant, **params)
 
 
-def _simulate(ctx: Context, imitation: serving.Imitation, n: int) -> None:
-    e = imitation.estimator()
-    capacity = imitation.capacity(n // 2, 900)
-    ctx.say(f"  simulated: capacity {capacity:.2f} requests/s, first token due in {imitation.scale.config.ttft_objective_s} s")
+def sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int) -> None:
+    """Every policy at every load on the simulator; n requests a run."""
+    e, base = imitation.estimator(), imitation.scale.config
+    capacity = imitation.capacity(serving.CAPACITY_REQUESTS if ctx.full else 60, 900)
+    ctx.say(f"  {imitation.kind}: capacity {capacity:.2f} requests/s, first token due in {base.ttft_objective_s} s")
+    common: dict[str, Any] = {"workload": "chat_with_long", "model": imitation.scale.model}
     with serving.workers(ctx.full) as submit:
         runs = {
             (load, variant): [
-                submit(simulate, imitation, imitation.scale.config.with_(policy=policy), n, load * capacity, seed)
-                for seed in SEEDS
+                submit(simulate, imitation, base.with_(policy=policy), n, load * capacity, seed)
+                for seed in (SEEDS if load == LOADS[0] else FEW_SEEDS)
             ]
             for load in (LOADS if ctx.full else LOADS[:1])
             for variant, policy in VARIANTS.items()
         }
+        alone = [submit(ttft_without_long, imitation, n, LOADS[0] * capacity, seed) for seed in SEEDS]
         for (load, variant), futures in runs.items():
-            params = {"load": load, "workload": "chat_with_long", "model": imitation.scale.model}
+            params = {"load": load, **common}
             if ctx.left() <= 0 and not all(f.done() for f in futures):
-                ctx.record.skip("ttft", "ms", "the time budget ran out", variant=variant, params={**params, "quantile": 99})
+                record.skip("ttft", "ms", "the time budget ran out", variant=variant, params={**params, "quantile": 99})
                 for f in futures:
                     f.cancel()
                 continue
             outcomes = [f.result() for f in futures]
-            config = imitation.scale.config.with_(policy=VARIANTS[variant])
-            serving.record_outcomes(
-                ctx, outcomes, e, config, variant=variant, kind="simulated", settings={"requests": n, "seeds": 3}, **params
+            settings = {"requests": n, "seeds": len(outcomes), "capacity": capacity, "calibration": imitation.kind}
+            config = base.with_(policy=VARIANTS[variant])
+            record_outcomes(record, outcomes, e, config, variant=variant, kind=imitation.kind, settings=settings, **params)
+            p99 = statistics.median(o.ttft.quantile(0.99) for o in outcomes)
+            ctx.say(f"  {imitation.kind}: {variant} at {load:.0%}: P99 to first token {1e3 * p99:.0f} ms")
+        if ctx.left() <= 0:
+            for f in alone:
+                f.cancel()
+        elif alone:
+            floors = summarize([1e3 * f.result() for f in alone], "ms")
+            record.add(
+                "ttft_without_long", floors, variant="deadline", kind=imitation.kind, quantile=99, load=LOADS[0], **common
             )
-            p99 = sorted(o.ttft.quantile(0.99) for o in outcomes)[1]
-            ctx.say(f"  simulated: {variant} at {load:.0%}: P99 to first token {1e3 * p99:.0f} ms")
-    if ctx.left() > 0:
-        floors = [1e3 * ttft_without_long(imitation, n, LOADS[0] * capacity, seed) for seed in SEEDS]
-        ctx.record.add(
-            "ttft_without_long", summarize(floors, "ms"), variant="deadline", kind="simulated", quantile=99, load=LOADS[0],
-            workload="chat_with_long", model=imitation.scale.model,
-        )  # fmt: skip
-        ctx.say(f"  simulated: without the long prompts {sorted(floors)[1]:.0f} ms")
-    crash = crash_after(imitation, imitation.scale.config, n, LOADS[0] * capacity)
-    ctx.record.add(
-        "article_crash", 1e3 * crash, "ms", variant="article", kind="simulated", load=LOADS[0], workload="chat_with_long",
-        model=imitation.scale.model,
-    ) if crash == crash else None  # fmt: skip
+            ctx.say(f"  {imitation.kind}: without the long prompts {floors.median:.0f} ms")
+    crash = crash_after(imitation, base, n, LOADS[0] * capacity)
+    if crash == crash:
+        record.add("article_crash", 1e3 * crash, "ms", variant="article", kind=imitation.kind, load=LOADS[0], **common)
 
 
 def run(ctx: Context) -> None:
-    session = serving.Session(ctx)
-    session.measure_capacity(400 if ctx.full else 60)
-    session.train((0.5, 0.8), session.requests_for(0.05 * ctx.budget_s, 0.6))
-    ctx.say(f"  capacity {session.capacity:.2f} requests/s, estimator error {session.estimator.error()}")
-    share = 0.5 if ctx.full else 0.2  # of what is left, for the real runs
-    _measure(ctx, session, share * ctx.left() / (2 * len(MEASURED)) / 1.3)
-    imitation = serving.Imitation.of(session)
-    del session
-    _simulate(ctx, imitation, 8000 if ctx.full else 120)
+    n = 4000 if ctx.full else 120
+    if ctx.measures:
+        with serving.Session(ctx) as session:
+            session.learn((0.2 if ctx.full else 0.1) * ctx.left())
+            save(ctx, session)
+            measure(ctx, session, (0.3 if ctx.simulates else 0.9) * ctx.left())
+            imitation = serving.Imitation.of(session)
+        if ctx.simulates:
+            sweep(ctx, ctx.record, imitation, n)
+        return
+    for device in SIMULATED:
+        with recorder_for(ctx, device) as record:
+            sweep(ctx, record, serving.Imitation.known(device, "qwen3-8b"), n)

@@ -1,42 +1,44 @@
 """What the serving suites share: one model under load, on the real engine and on the simulator calibrated by it.
 
-A `Session` loads the model, measures the engine's capacity (requests a second when all arrive at once), and lets the
-learning estimator see a few loads. Then the same workload runs on either engine.
+A `Session` loads the model, warms up every shape of step, and lets the learning estimator see a few loads. The simulator
+that this calibrates says what the capacity is; then the same workload runs on either engine.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pdlab.bench.memory_runs import real_engine
+from pdlab.bench.memory_runs import Part, real_engine
 from pdlab.core.config import EngineConfig
+from pdlab.core.paths import find_data
 from pdlab.core.plan import PlanShape
-from pdlab.core.trace import TraceRow
+from pdlab.costs.calibration import data_sheet_cost, estimator_file
 from pdlab.costs.formulas import itemsize_of, kv_bytes, weights_bytes
 from pdlab.costs.interface import Estimator
 from pdlab.costs.learned import LearnedEstimator
 from pdlab.costs.roofline import Ceilings, ceilings_for
 from pdlab.engine.coalescing import CoalescingEngine
-from pdlab.engine.simulated import SimulatedExecutor
-from pdlab.hardware.timing import Timings, summarize
+from pdlab.engine.engine import Engine
+from pdlab.engine.simulated import SimulatedExecutor, make_simulated, simulated_dtype
 from pdlab.models.catalogue import config_of
 from pdlab.workloads import generators
-from pdlab.workloads.replay import Ended, Outcome, replay
-from pdlab.workloads.workload import Workload
+from pdlab.workloads.replay import Outcome, replay
+from pdlab.workloads.workload import Item, Workload
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
 
 LONG_SHARE = 0.005
-QUANTILES = (50, 90, 99)
+CAPACITY_REQUESTS = 2000  # of the saturated run that says what capacity is
+TRAINING = (0.35, 1.0, 0.6, 0.85)  # shares of capacity that the estimator learns from, each with a seed of its own
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,14 @@ class Scale:
     config: EngineConfig
 
 
+def serving_config(**changes: Any) -> EngineConfig:
+    """What the service under load is set to."""
+    return EngineConfig(estimator="learned", max_batch_tokens=2048, max_batch_requests=256, patience_s=30.0).with_(**changes)
+
+
 def scale_of(ctx: Context) -> Scale:
     """qwen3-8b where it fits, else llama-1b; a tiny model and lengths a sixteenth on a CPU."""
-    base = EngineConfig(
-        device=ctx.device, dtype=ctx.dtype, estimator="learned", max_batch_tokens=2048, max_batch_requests=256, patience_s=30.0
-    )
+    base = serving_config(device=ctx.device, dtype=ctx.dtype)
     if not ctx.machine.is_gpu:
         small = base.with_(max_batch_tokens=128, max_batch_requests=16, kv_capacity_tokens=16384)
         return Scale("llama-tiny", 2048, 16, small)
@@ -77,16 +82,46 @@ def mixed_load(scale: Scale, n: int, rate: float, seed: int) -> Workload:
     return Workload(w.name, (sized(i, item) for i, item in enumerate(w)), seed)
 
 
-def with_objectives(config: EngineConfig, estimator: Estimator) -> EngineConfig:
+def warm_up(config: EngineConfig, longest: int) -> tuple[Workload, ...]:
+    """Requests that meet every kind of step there is, so that no kernel is compiled and no library initialised later.
+
+    Kernels differ by how long the longest chunk is, how many rows a step has and how many of them sample: prompts of all
+    sizes alone, the same beside decodes, and a crowd of short ones.
+    """
+    budget, rows = config.max_batch_tokens, config.max_batch_requests
+    sizes = {1, 2, 3, 5, 9, 16, 17, 24, 33, 48, 64, 65, 100, 129, 200, 257, 300, 400, 513, 700, 900, 1100, 1500, budget - 1}
+    prompts = [budget, *sorted(n for n in sizes if n < budget), budget + 5, 2 * budget + 100]
+    prompts = [min(n, longest - 32) for n in prompts]
+
+    def closed(name: str, lengths: Iterable[int], output: int, clients: int) -> Workload:
+        return Workload(name, (Item(0.0, prompt_tokens=n, max_tokens=output) for n in lengths), 0, clients)
+
+    crowd = [24, 40] * (rows // 2 + rows // 8)
+    return closed("alone", prompts, 2, 1), closed("beside", prompts, 16, 4), closed("crowd", crowd, 8, rows)
+
+
+def with_objectives(config: EngineConfig, step_seconds: Callable[[PlanShape], float]) -> EngineConfig:
     """Objectives in the device's own measure: a first token within 5.5 full steps of prompts alone, later ones within two."""
-    step = estimator.prefill_seconds(config.max_batch_tokens)
+    step = step_seconds(PlanShape(((config.max_batch_tokens, 0),), sampled=1))
     return config.with_(ttft_objective_s=round(5.5 * step, 4), per_token_objective_s=round(2 * step, 4))
 
 
-class Session:
-    """A loaded model, its measured capacity, and what its estimator has learned. `say` reports progress."""
+def saturated_rate(outcome: Outcome) -> float:
+    """Requests a second that were admitted while others waited, when all arrived at once: without the ramp at the beginning,
+    when rows and memory fill up, and without the drain at the end, when nobody waits any more."""
+    admitted = sorted(r.admitted_s for r in outcome.requests or [] if r.admitted_s is not None)
+    first = len(admitted) // 3
+    seconds = admitted[-1] - admitted[first]
+    return (len(admitted) - 1 - first) / seconds if seconds > 0 else math.inf
 
-    def __init__(self, ctx: Context, scale: Scale | None = None) -> None:
+
+class Session:
+    """A loaded model on one executor, and what its estimator has learned of it. `ctx.say` reports progress.
+
+    `batching`: the one that needs the largest buffers of those that will run here.
+    """
+
+    def __init__(self, ctx: Context, scale: Scale | None = None, *, batching: str = "continuous_chunked") -> None:
         from pdlab.models.loading import load
 
         self.ctx, self.scale = ctx, scale or scale_of(ctx)
@@ -94,36 +129,65 @@ class Session:
         self.model = self.loaded.config
         self.ceilings = ceilings_for(ctx.machine.slug, ctx.dtype)
         self.itemsize = itemsize_of(ctx.dtype)
-        self.estimator = LearnedEstimator(self.model, self.ceilings, self.itemsize, self.scale.config.max_batch_tokens)
+        self.estimator = self.fresh_estimator()
         self.config = self.scale.config
         self.capacity = math.nan  # requests/s, first come first served
-        self.slots = 0
+        self._stack = ExitStack()
+        owner = self._stack.enter_context(real_engine(self.loaded, self.config.with_(batching=batching)))
+        self._executor, self.slots = owner.executor, owner.executor.capacity()
 
-    def real(self, config: EngineConfig, workload: Workload, estimator: Estimator | None = None) -> Outcome:
-        """The workload on the real engine; `estimator` (default: the session's, which goes on learning) prices its steps."""
-        with real_engine(self.loaded, config) as engine:
-            engine.estimator = engine.scheduler.estimator = estimator or self.estimator
-            self.slots = engine.executor.capacity()
-            outcome = replay(engine, workload, keep=True, seed=self.ctx.seed)
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def fresh_estimator(self) -> LearnedEstimator:
+        """One that knows the data sheet, or the measured ceilings, and nothing else."""
+        return LearnedEstimator(self.model, self.ceilings, self.itemsize, self.scale.config.max_batch_tokens)
+
+    def real(
+        self, config: EngineConfig, workload: Workload, estimator: Estimator | None = None, seconds: float | None = None
+    ) -> Outcome:
+        """The workload on the real engine; `estimator` (default: the session's, which goes on learning) prices its steps.
+        After `seconds` what is left ends as aborted."""
+        self._executor.reset()
+        engine = Engine(config, self.model, Part(self._executor, self.slots), estimator or self.estimator)
+        try:
+            until = None if seconds is None else engine.clock.now() + seconds
+            outcome = replay(engine, workload, keep=True, seed=self.ctx.seed, until_s=until)
+        finally:
+            engine.close()
         self.ctx.say(
-            f"  {config.policy}, {config.batching}: {len(workload)} requests in {outcome.seconds:.1f} s, "
+            f"  {config.policy}, {config.batching}: {outcome.ended} requests in {outcome.seconds:.1f} s, "
             f"P99 to first token {1e3 * outcome.ttft.quantile(0.99):.0f} ms"
         )
         return outcome
 
-    def measure_capacity(self, n: int) -> float:
-        """Requests a second that leave when n of the mixed load arrive at once; a short burst before it warms up."""
-        for count in (max(8, n // 8), n):
-            burst = mixed_load(self.scale, count, 1e6, self.ctx.seed + 100)
-            outcome = self.real(self.config, burst)
-        self.capacity = outcome.throughput
-        self.config = with_objectives(self.config, self.estimator)
-        return self.capacity
+    def warm(self, config: EngineConfig | None = None) -> None:
+        """Meets every kind of step once, with an estimator that is thrown away: compiling teaches nothing."""
+        config = config or self.config
+        longest = min(self.slots, config.max_model_len or self.model.max_context)
+        for workload in warm_up(config, longest):
+            self.real(config, workload, self.fresh_estimator())
 
-    def train(self, loads: Iterable[float], n: int) -> None:
-        """Lets the estimator see n requests at each load, with a seed that no measurement uses."""
-        for load in loads:
-            self.real(self.config, mixed_load(self.scale, n, load * self.capacity, self.ctx.seed + 200))
+    def learn(self, seconds: float) -> float:
+        """Lets the estimator see a saturated queue and a few loads for about so many seconds, with seeds that no measurement
+        uses; sets objectives and capacity by what was learned. Returns the capacity.
+
+        Capacity is the simulator's: on the engine itself a saturated run that is mostly neither ramp nor drain takes minutes.
+        """
+        part = seconds / (len(TRAINING) + 1)
+        self.warm()
+        rough = saturated_rate(self.real(self.config, mixed_load(self.scale, 1000, 1e6, self.ctx.seed + 100), seconds=part))
+        for i, load in enumerate(TRAINING):
+            rate = load * rough
+            workload = mixed_load(self.scale, max(8, round(rate * part)), rate, self.ctx.seed + 200 + i)
+            self.real(self.config, workload, seconds=part)
+        self.config = with_objectives(self.config, self.estimator.step_seconds)
+        self.capacity = Imitation.of(self).capacity(CAPACITY_REQUESTS, self.ctx.seed + 900)
+        self.ctx.say(f"  capacity {self.capacity:.2f} requests/s, estimator error {self.estimator.error()}")
+        return self.capacity
 
     def requests_for(self, seconds: float, load: float) -> int:
         """How many requests arrive in so many seconds; at least one long one's worth of chats."""
@@ -135,31 +199,52 @@ class Imitation:
     """All that a simulator process needs: picklable."""
 
     scale: Scale
-    state: dict[str, Any]  # of a LearnedEstimator
+    state: dict[str, Any] | None  # of a LearnedEstimator; None: the data sheet prices its steps
     ceilings: Ceilings
     slots: int
     host_s: float
     dtype: str
+    device: str
 
     @classmethod
     def of(cls, session: Session) -> Imitation:
         e = session.estimator
         scale = replace(session.scale, config=session.config)
-        return cls(scale, e.state(), session.ceilings, session.slots, e.host_s, session.ctx.dtype)
+        device, dtype = session.ctx.machine.slug, session.ctx.dtype
+        return cls(scale, e.state(), session.ceilings, session.slots, e.host_s, dtype, device)
+
+    @classmethod
+    def known(cls, device: str, model: str, **settings: Any) -> Imitation:
+        """Of a device that is not here: by the estimator saved for it, else by its data sheet. For conversation-sized load."""
+        shape = config_of(model)
+        base = serving_config().with_(executor="simulated", simulated_device=device, **settings)
+        executor = make_simulated(base, shape)
+        dtype = simulated_dtype(base)
+        ceilings = ceilings_for(device, dtype)
+        path = find_data(estimator_file(device, shape.name.removeprefix("random:"), dtype))
+        state = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
+        config = with_objectives(base, executor.step_seconds)
+        return cls(Scale(model, 32_768, 1, config), state, ceilings, executor.capacity(), executor.host_s, dtype, device)
+
+    @property
+    def kind(self) -> str:
+        """What its numbers are: simulated, by step times that were recorded, or predicted."""
+        return "predicted" if self.state is None else "simulated"
 
     def estimator(self) -> LearnedEstimator:
-        """A copy of what the session's estimator had learned."""
+        """A copy of what had been learned."""
         e = LearnedEstimator(
             config_of(self.scale.model), self.ceilings, itemsize_of(self.dtype), self.scale.config.max_batch_tokens
         )
-        e.restore(self.state)
+        if self.state is not None:
+            e.restore(self.state)
         return e
 
     def engine(self, config: EngineConfig) -> CoalescingEngine:
-        cost, prices = self.estimator(), self.estimator()
-        model, slots = cost.model, self.slots
+        prices, model = self.estimator(), config_of(self.scale.model)
+        cost = data_sheet_cost(model, self.device, self.dtype) if self.state is None else self.estimator().step_seconds
         executor = SimulatedExecutor(
-            model, cost.step_seconds, slots, steps_in_flight=config.steps_in_flight, host_s=self.host_s, calibration="recorded"
+            model, cost, self.slots, steps_in_flight=config.steps_in_flight, host_s=self.host_s, calibration=self.kind
         )
         return CoalescingEngine(config.with_(executor="simulated"), model, executor, prices)
 
@@ -173,7 +258,8 @@ class Imitation:
         return outcome
 
     def capacity(self, n: int, seed: int) -> float:
-        return self.run(self.scale.config, mixed_load(self.scale, n, 1e6, seed)).throughput
+        """Requests a second, first come first served, of a queue that never empties."""
+        return saturated_rate(self.run(self.scale.config, mixed_load(self.scale, n, 1e6, seed)))
 
 
 @contextmanager
@@ -194,105 +280,3 @@ def workers(parallel: bool) -> Iterator[Callable[..., concurrent.futures.Future[
         yield pool.submit
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-# ---- what came of it
-
-
-def seconds_alone(estimator: LearnedEstimator, r: Ended) -> float:
-    return estimator.prefill_seconds(r.prompt_tokens) + estimator.decode_seconds(r.output_tokens, r.prompt_tokens)
-
-
-def waits_over_bound(outcome: Outcome, estimator: LearnedEstimator, patience_s: float) -> int:
-    """How many requests waited longer than patience + the seconds alone of whoever ran, or waited before them, by then.
-
-    That is the bound of policies.AgedShortestFirst with the largest headstart there is.
-    """
-    requests = outcome.requests or []
-    over = 0
-    for r in requests:
-        wait = (r.finish_s if r.admitted_s is None else r.admitted_s) - r.arrival_s
-        if wait <= patience_s:
-            continue
-        key = r.arrival_s + patience_s
-        there = (o for o in requests if o is not r and o.arrival_s <= key and o.finish_s > key)
-        over += wait > patience_s + sum(seconds_alone(estimator, o) for o in there)
-    return over
-
-
-def fairness(outcome: Outcome, estimator: LearnedEstimator) -> float:
-    """Jain's index of the slowdowns (end to end over seconds alone): 1 when all are slowed down alike, 1/n at worst."""
-    x = [(r.finish_s - r.arrival_s) / max(1e-9, seconds_alone(estimator, r)) for r in outcome.requests or []]
-    return sum(x) ** 2 / (len(x) * sum(v * v for v in x)) if x and any(x) else 1.0
-
-
-def quantile_of(quantity: str, q: int, outcome: Outcome) -> float:
-    """Seconds: the q-th percentile of `ttft`, `per_token` or `end_to_end`."""
-    return getattr(outcome, quantity).quantile(q / 100)
-
-
-def record_outcomes(
-    ctx: Context,
-    outcomes: list[Outcome],
-    estimator: LearnedEstimator,
-    config: EngineConfig,
-    *,
-    variant: str,
-    kind: str,
-    settings: dict[str, Any],
-    **params: Any,
-) -> None:
-    """The rows of one variant at one load; several outcomes are seeds, whose spread becomes p10 and p90."""
-
-    def over(value: Callable[[Outcome], float], scale: float, unit: str) -> Timings | None:
-        values = [scale * v for v in map(value, outcomes) if math.isfinite(v)]
-        return summarize(values, unit) if values else None
-
-    settings = {**settings, "policy": config.policy, "batching": config.batching, "patience_s": config.patience_s}
-    settings |= {"ttft_objective_s": config.ttft_objective_s, "per_token_objective_s": config.per_token_objective_s}
-
-    def add(metric: str, timings: Timings | None, **more: Any) -> None:
-        if timings is not None:
-            ctx.record.add(metric, timings, variant=variant, kind=kind, settings=settings, params={**params, **more})
-
-    add("goodput", over(lambda o: o.goodput, 1, "req/s"))
-    add("throughput", over(lambda o: o.throughput, 1, "req/s"))
-    for metric in ("ttft", "per_token", "end_to_end"):
-        for q in QUANTILES:
-            add(metric, over(partial(quantile_of, metric, q), 1e3, "ms"), quantile=q)
-    add("longest_wait", over(lambda o: o.wait.largest, 1e3, "ms"))
-    add("waits_over_bound", over(lambda o: waits_over_bound(o, estimator, config.patience_s), 1, "count"))
-    add("unfinished", over(lambda o: o.ended - o.complete, 1, "count"))
-    add("fairness", over(lambda o: fairness(o, estimator), 1, "ratio"))
-
-
-class Judge(Estimator):
-    """Prices steps by `learned`, which learns no more, and keeps the relative error of several estimators on every step."""
-
-    def __init__(self, learned: LearnedEstimator, others: dict[str, Estimator]) -> None:
-        self.learned, self.estimators = learned, {"ours": learned, **others}
-        self.errors: dict[str, list[tuple[bool, float]]] = {name: [] for name in self.estimators}
-
-    def step_seconds(self, shape: PlanShape) -> float:
-        return self.learned.step_seconds(shape)
-
-    def prefill_seconds(self, tokens: int) -> float:
-        return self.learned.prefill_seconds(tokens)
-
-    def remaining(self, request: Any) -> float:
-        return self.learned.remaining(request)
-
-    def remaining_if(self, request: Any, more: float) -> float:
-        return self.learned.remaining_if(request, more)
-
-    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
-        seconds = row.t_end - row.t_start
-        if shape is not None and seconds > 0:
-            for name, e in self.estimators.items():
-                self.errors[name].append((bool(shape.prefill), abs(e.step_seconds(shape) / seconds - 1)))
-
-    def save(self, path: Any) -> None:
-        self.learned.save(path)
-
-    def load(self, path: Any) -> None:
-        self.learned.load(path)

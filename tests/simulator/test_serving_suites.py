@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdlab.bench import batching, scheduling_mixed_load, serving
+from pdlab.bench import batching, scheduling_mixed_load, serving, serving_outcomes
 from pdlab.bench.records import Recorder
 from pdlab.bench.suites import Context
 from pdlab.core.config import EngineConfig
@@ -26,8 +26,8 @@ def imitation():
         for shape in (decode_shape(1 + n % 16, 50 + n), prefill_shape(2 * n), PlanShape(((n, 0),), 4, 200, 0, 5)):
             learned.learn(shape, 2e-3 + 1e-4 * shape.new_tokens)
     config = EngineConfig(estimator="learned", max_batch_tokens=128, max_batch_requests=16, patience_s=2.0)
-    scale = serving.Scale("llama-tiny", 2048, 16, serving.with_objectives(config, learned))
-    return serving.Imitation(scale, learned.state(), CEILINGS, 16384, 1e-4, "float32")
+    scale = serving.Scale("llama-tiny", 2048, 16, serving.with_objectives(config, learned.step_seconds))
+    return serving.Imitation(scale, learned.state(), CEILINGS, 16384, 1e-4, "float32", "cpu-x86-64")
 
 
 def context(tmp_path, budget_s=60.0):
@@ -57,7 +57,7 @@ def test_every_policy_is_simulated_into_rows_that_the_format_takes(tmp_path, mon
     monkeypatch.setattr(scheduling_mixed_load, "SEEDS", (1, 2, 3))
     ctx = context(tmp_path)
     with ctx.record as recorder:
-        scheduling_mixed_load._simulate(ctx, imitation(), 60)
+        scheduling_mixed_load.sweep(ctx, recorder, imitation(), 60)
     rows = [r for r in recorder.rows if r.ok]
     assert {r.variant for r in rows} == set(scheduling_mixed_load.VARIANTS)
     assert {r.kind for r in rows} == {"simulated"}
@@ -72,11 +72,12 @@ def test_every_policy_is_simulated_into_rows_that_the_format_takes(tmp_path, mon
     assert (tmp_path / "cpu-x86-64" / "scheduling_mixed_load.csv").is_file()
 
 
-def test_with_no_time_left_rows_say_so(tmp_path):
+def test_with_no_time_left_rows_say_so(tmp_path, monkeypatch):
     ctx = context(tmp_path, budget_s=0.0)
     with ctx.record as recorder:
-        session = SimpleNamespace(scale=imitation().scale, requests_for=lambda seconds, load: 40)
-        scheduling_mixed_load._measure(ctx, session, 1.0)
+        session = SimpleNamespace(scale=imitation().scale, capacity=10.0, requests_for=lambda seconds, load: 40)
+        monkeypatch.setattr(serving.Imitation, "of", classmethod(lambda cls, session: imitation()))
+        scheduling_mixed_load.measure(ctx, session, 1.0)
     assert {r.status for r in recorder.rows} == {"skipped:the time budget ran out"}
     assert {r.variant for r in recorder.rows} == set(scheduling_mixed_load.MEASURED)
 
@@ -88,24 +89,24 @@ def ended(number, arrival, admitted, finish):
 def test_a_wait_over_its_bound_is_counted_and_one_with_company_is_not():
     e = SimpleNamespace(prefill_seconds=lambda n: 5.0, decode_seconds=lambda n, c: 0.0)
     alone = Outcome("w", 1, 1, requests=[ended(0, 0.0, 10.0, 11.0)])
-    assert serving.waits_over_bound(alone, e, 2.0) == 1  # patience 2 and nobody else there
+    assert serving_outcomes.waits_over_bound(alone, e, 2.0) == 1  # patience 2 and nobody else there
     company = Outcome("w", 1, 1, requests=[ended(0, 0.0, 10.0, 11.0), ended(1, 0.0, 1.0, 6.0), ended(2, 1.0, 6.0, 10.0)])
-    assert serving.waits_over_bound(company, e, 2.0) == 0  # 2 s of patience and two others of 5 s each
-    assert serving.waits_over_bound(alone, e, 20.0) == 0
+    assert serving_outcomes.waits_over_bound(company, e, 2.0) == 0  # 2 s of patience and two others of 5 s each
+    assert serving_outcomes.waits_over_bound(alone, e, 20.0) == 0
 
 
 def test_fairness_is_one_when_all_are_slowed_alike_and_less_when_not():
     e = SimpleNamespace(prefill_seconds=lambda n: 1.0, decode_seconds=lambda n, c: 0.0)
     alike = Outcome("w", 1, 1, requests=[ended(i, i, i, i + 2.0) for i in range(4)])
     apart = Outcome("w", 1, 1, requests=[ended(i, 0, 0, 10.0 if i == 0 else 1.0) for i in range(4)])
-    assert serving.fairness(alike, e) == pytest.approx(1.0)
-    assert serving.fairness(apart, e) < 0.5
+    assert serving_outcomes.fairness(alike, e) == pytest.approx(1.0)
+    assert serving_outcomes.fairness(apart, e) < 0.5
 
 
 def test_the_judge_prices_by_what_was_learned_and_learns_nothing():
     i = imitation()
     learned = i.estimator()
-    judge = serving.Judge(learned, {"roofline": RooflineEstimator(MODEL, CEILINGS, 4)})
+    judge = serving_outcomes.Judge(learned, {"roofline": RooflineEstimator(MODEL, CEILINGS, 4)})
     before = learned.step_seconds(decode_shape(3, 60))
     row = SimpleNamespace(t_start=0.0, t_end=2 * before)
     judge.observe(row, decode_shape(3, 60))

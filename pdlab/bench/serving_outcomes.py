@@ -1,0 +1,163 @@
+"""What came of a load test, as rows: throughput, goodput, quantiles, fairness, waits against their bound, and step prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pdlab.core.config import EngineConfig
+from pdlab.core.plan import PlanShape
+from pdlab.core.trace import TraceRow
+from pdlab.costs.interface import Estimator
+from pdlab.costs.learned import LearnedEstimator
+from pdlab.hardware.timing import Timings, summarize
+from pdlab.workloads.replay import Ended, Outcome
+
+if TYPE_CHECKING:
+    from pdlab.bench.records import Recorder
+    from pdlab.bench.suites import Context
+
+QUANTILES = (50, 90, 99)
+
+
+def seconds_alone(estimator: LearnedEstimator, r: Ended) -> float:
+    return estimator.prefill_seconds(r.prompt_tokens) + estimator.decode_seconds(r.output_tokens, r.prompt_tokens)
+
+
+def waits_over_bound(outcome: Outcome, estimator: LearnedEstimator, patience_s: float) -> int:
+    """How many requests waited longer than patience + the seconds alone of whoever ran, or waited before them, by then.
+
+    That is the bound of policies.AgedShortestFirst with the largest headstart there is.
+    """
+    requests = outcome.requests or []
+    over = 0
+    for r in requests:
+        wait = (r.finish_s if r.admitted_s is None else r.admitted_s) - r.arrival_s
+        if wait <= patience_s:
+            continue
+        key = r.arrival_s + patience_s
+        there = (o for o in requests if o is not r and o.arrival_s <= key and o.finish_s > key)
+        over += wait > patience_s + sum(seconds_alone(estimator, o) for o in there)
+    return over
+
+
+def fairness(outcome: Outcome, estimator: LearnedEstimator) -> float:
+    """Jain's index of the slowdowns (end to end over seconds alone): 1 when all are slowed down alike, 1/n at worst."""
+    x = [(r.finish_s - r.arrival_s) / max(1e-9, seconds_alone(estimator, r)) for r in outcome.requests or []]
+    return sum(x) ** 2 / (len(x) * sum(v * v for v in x)) if x and any(x) else 1.0
+
+
+def quantile_of(quantity: str, q: int, outcome: Outcome) -> float:
+    """Seconds: the q-th percentile of `ttft`, `per_token` or `end_to_end`."""
+    return getattr(outcome, quantity).quantile(q / 100)
+
+
+def record_outcomes(
+    record: Recorder,
+    outcomes: list[Outcome],
+    estimator: LearnedEstimator,
+    config: EngineConfig,
+    *,
+    variant: str,
+    kind: str,
+    settings: dict[str, Any],
+    **params: Any,
+) -> None:
+    """The rows of one variant at one load; several outcomes are seeds, whose spread becomes p10 and p90."""
+
+    def over(value: Callable[[Outcome], float], scale: float, unit: str) -> Timings | None:
+        values = [scale * v for v in map(value, outcomes) if math.isfinite(v)]
+        return summarize(values, unit) if values else None
+
+    settings = {**settings, "policy": config.policy, "batching": config.batching, "patience_s": config.patience_s}
+    settings |= {"ttft_objective_s": config.ttft_objective_s, "per_token_objective_s": config.per_token_objective_s}
+
+    def add(metric: str, timings: Timings | None, **more: Any) -> None:
+        if timings is not None:
+            record.add(metric, timings, variant=variant, kind=kind, settings=settings, params={**params, **more})
+
+    add("goodput", over(lambda o: o.goodput, 1, "req/s"))
+    add("throughput", over(lambda o: o.throughput, 1, "req/s"))
+    for metric in ("ttft", "per_token", "end_to_end"):
+        for q in QUANTILES:
+            add(metric, over(partial(quantile_of, metric, q), 1e3, "ms"), quantile=q)
+    add("longest_wait", over(lambda o: o.wait.largest, 1e3, "ms"))
+    add("waits_over_bound", over(lambda o: waits_over_bound(o, estimator, config.patience_s), 1, "count"))
+    add("unfinished", over(lambda o: o.ended - o.complete, 1, "count"))
+    add("fairness", over(lambda o: fairness(o, estimator), 1, "ratio"))
+
+
+class Judge(Estimator):
+    """Prices steps by `learned`, which learns no more, and keeps the relative error of several estimators on every step."""
+
+    def __init__(self, learned: LearnedEstimator, others: dict[str, Estimator]) -> None:
+        self.learned, self.estimators = learned, {"ours": learned, **others}
+        self.errors: dict[str, list[tuple[bool, float]]] = {name: [] for name in self.estimators}
+
+    def step_seconds(self, shape: PlanShape) -> float:
+        return self.learned.step_seconds(shape)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        return self.learned.prefill_seconds(tokens)
+
+    def remaining(self, request: Any) -> float:
+        return self.learned.remaining(request)
+
+    def remaining_if(self, request: Any, more: float) -> float:
+        return self.learned.remaining_if(request, more)
+
+    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
+        seconds = row.t_end - row.t_start
+        if shape is not None and seconds > 0:
+            for name, e in self.estimators.items():
+                self.errors[name].append((bool(shape.prefill), abs(e.step_seconds(shape) / seconds - 1)))
+
+    def save(self, path: Any) -> None:
+        self.learned.save(path)
+
+    def load(self, path: Any) -> None:
+        self.learned.load(path)
+
+
+def record_prices(ctx: Context, judge: Judge, **params: Any) -> None:
+    """Rows of estimator_error: the mean absolute percentage error of each estimator, over all steps and by what they hold."""
+    for variant, errors in judge.errors.items():
+        for metric, chosen in (
+            ("mape", [e for _, e in errors]),
+            ("mape_decode", [e for prefill, e in errors if not prefill]),
+            ("mape_mixed", [e for prefill, e in errors if prefill]),
+        ):
+            if not chosen:
+                continue
+            mean, spread = 100 * sum(chosen) / len(chosen), summarize([100 * e for e in chosen], "percent")
+            settings = {"median": spread.median, "p90": spread.p90}
+            ctx.record.add(
+                metric,
+                mean,
+                "percent",
+                variant=variant,
+                n=len(chosen),
+                settings=settings,
+                experiment="estimator_error",
+                **params,
+            )
+            ctx.say(f"  {variant}, load {params.get('load')}: {metric} {mean:.2f} % over {len(chosen)} steps")
+
+
+def record_differences(ctx: Context, real: Outcome, simulated: Outcome, *, variant: str, **params: Any) -> None:
+    """Rows of simulator_error: 100 · (simulated - real) / real of throughput and of every quantile."""
+    pairs = {("throughput", 50): (simulated.throughput, real.throughput)}
+    for quantity in ("ttft", "per_token", "end_to_end"):
+        for q in QUANTILES:
+            pairs[quantity, q] = quantile_of(quantity, q, simulated), quantile_of(quantity, q, real)
+    n = real.ended
+    for (quantity, q), (ours, truth) in pairs.items():
+        error = 100 * (ours - truth) / truth
+        more = {**params, "quantity": quantity, "quantile": q}
+        ctx.record.add("error", error, "percent", variant=variant, n=n, experiment="simulator_error", params=more)
+        ctx.say(
+            f"  {variant}, load {params.get('load')}, {quantity} P{q}: {ours:.4g} simulated, {truth:.4g} real, {error:+.1f} %"
+        )
+    ctx.record.add("speed", simulated.speed, "ratio", variant=variant, n=n, experiment="simulator_error", params=params)
