@@ -125,7 +125,7 @@ def recorded(device: str, model: str, kind: str = "measured") -> pd.DataFrame:
     }
     if found.empty:
         return found.reindex(columns=["variant", "concurrency", *names.values()])
-    quantile = found["quantile"].map("{:.0f}".format).where(found.metric == "latency", "")
+    quantile = found.reindex(columns=["quantile"])["quantile"].map("{:.0f}".format).where(found.metric == "latency", "")
     table = found.assign(name=found.metric + quantile, value=found["median"].where(found.unit != "ms", found["median"] / 1e3))
     table = table.pivot_table(index=["concurrency", "variant"], columns="name", values="value", sort=False)
     return (

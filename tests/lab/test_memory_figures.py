@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +12,9 @@ from pdlab.allocators import make_allocator
 from pdlab.allocators.fragmentation import Timeline
 from pdlab.allocators.interface import CACHED, FREE, RETIRED, SHARED
 from pdlab.bench.kv_allocators import Load, small_talk
+from pdlab.bench.records import Recorder
 from pdlab.core.config import EngineConfig
+from pdlab.costs import tables
 from pdlab.lab import memory
 from pdlab.lab.style import LabFigure
 
@@ -75,3 +79,24 @@ def test_lines_that_coincide_are_all_seen() -> None:
     widths = [line.get_linewidth() for line in figure.axes[0].lines]
     assert widths == sorted(widths, reverse=True)
     assert len(set(widths)) == 3
+
+
+def test_what_is_recorded_becomes_a_row_a_variant_and_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "data_dir", lambda: tmp_path)
+    monkeypatch.setattr(tables, "home_dir", lambda: tmp_path / "home")
+    assert memory.recorded("nvidia-h200", "m").empty
+    with Recorder("kv_allocators", "nvidia-h200", out=tmp_path / "measurements", command="test") as record:
+        for concurrency in (400, 25):
+            for variant, rate in (("paged", 9.0), ("contiguous_pool", 8.0)):
+                params = {"model": "m", "concurrency": concurrency, "workload": "azure_conversation"}
+                record.add("throughput", rate, "req/s", variant=variant, params=params)
+                record.add("latency", 1500.0, "ms", variant=variant, params=params | {"quantile": 99})
+                record.add("throughput", 99.0, "req/s", variant=variant, params=params | {"workload": "equal_requests"})
+                record.add("throughput", 77.0, "req/s", variant=variant, kind="simulated", params=params)
+    table = memory.recorded("nvidia-h200", "m")
+    assert table.concurrency.tolist() == [25, 25, 400, 400]
+    assert table.variant.tolist() == ["paged", "contiguous_pool"] * 2
+    assert table["requests a second"].tolist() == [9.0, 8.0] * 2
+    assert table["P99, s"].tolist() == [1.5] * 4
+    assert table["P50, s"].isna().all()
+    assert memory.recorded("nvidia-h200", "m", "simulated")["requests a second"].tolist() == [77.0] * 4
