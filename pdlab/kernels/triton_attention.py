@@ -26,11 +26,8 @@ class TritonAttention:
         self.workspace = self._make_workspace(heads // kv_heads, max_requests)
         self._outgrown: list[Workspace] = []
 
-    def _programs(self) -> int:
-        return self.tuning.decode(self.head_dim, 1).blocks_per_sm * self.tuning.multiprocessors
-
     def _make_workspace(self, rows: int, requests: int) -> Workspace:
-        programs = max(self.tuning.most_decode_programs(self.head_dim), self._programs())
+        programs = self.tuning.most_decode_programs(self.head_dim)
         return Workspace.create(
             self.device, programs=programs, rows=rows, head_dim=self.head_dim, segments=requests * self.kv_heads
         )
@@ -54,18 +51,22 @@ class TritonAttention:
 
     def _prefill(self, q: torch.Tensor, view: KVView, min_q: int, out: torch.Tensor) -> None:
         settings: dict[str, Any] = {"min_q": min_q, "l2_bytes": self.tuning.l2_bytes // 2, "out": out}
-        if self.tuning.capability == (9, 0) and (hopper := self.tuning.hopper(self.head_dim, view.max_q)):
+        facts = {"group": self.heads // self.kv_heads, "kv_heads": self.kv_heads, "batch": len(view.seq_lens)}
+        page = view.page_size if view.kind == "paged" else 0
+        if self.tuning.capability == (9, 0) and (hopper := self.tuning.hopper(self.head_dim, view.max_q, page=page, **facts)):
             from pdlab.kernels.flash_prefill_hopper import fits, flash_prefill_hopper
 
             if fits(q, view):
                 flash_prefill_hopper(q, view, hopper, **settings)
                 return
-        tile = self.tuning.prefill(self.head_dim, view.max_q, view.page_size if view.kind == "paged" else 0)
+        tile = self.tuning.prefill(self.head_dim, view.max_q, page, **facts)
         flash_prefill(q, view, tile, **settings)
 
     def _decode(self, q: torch.Tensor, view: KVView, max_q: int, out: torch.Tensor) -> None:
         rows = max_q * self.heads // self.kv_heads
-        tile = self.tuning.decode(self.head_dim, rows)
+        facts = {"kv": view.max_kv, "batch": len(view.seq_lens), "kv_heads": self.kv_heads}
+        facts["page"] = view.page_size if view.kind == "paged" else 0
+        tile = self.tuning.decode(self.head_dim, rows, **facts)
         need = {
             "programs": tile.blocks_per_sm * self.tuning.multiprocessors,
             "rows": rows,

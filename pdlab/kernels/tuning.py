@@ -115,21 +115,22 @@ class Tuning:
         """Of one multiprocessor; an unknown capability gets the least of its generation."""
         return SHARED.get(self.capability, 100 << 10)
 
-    def decode(self, head_dim: int, rows: int) -> DecodeTile:
-        """`rows`: query tokens times heads of a group."""
-        return self._measured(DecodeTile, "decode", head_dim=head_dim, rows=rows) or decode_rule(
+    def decode(self, head_dim: int, rows: int, **facts: int) -> DecodeTile:
+        """`rows`: query tokens times heads of a group. `facts` that entries may also ask for: `kv` (longest), `batch`,
+        `kv_heads`, `page` (0 for extents); a fact that is not given keeps no entry from counting."""
+        return self._measured(DecodeTile, "decode", head_dim=head_dim, rows=rows, **facts) or decode_rule(
             self.shared_bytes, head_dim, rows
         )
 
-    def prefill(self, head_dim: int, queries: int, page: int) -> PrefillTile:
-        """`queries`: of the longest chunk; `page` 0 for extents."""
-        return self._measured(PrefillTile, "prefill", head_dim=head_dim, queries=queries, page=page) or prefill_rule(
+    def prefill(self, head_dim: int, queries: int, page: int, **facts: int) -> PrefillTile:
+        """`queries`: of the longest chunk; `page` 0 for extents. `facts`: `group`, `batch`, `kv_heads`."""
+        return self._measured(PrefillTile, "prefill", head_dim=head_dim, queries=queries, page=page, **facts) or prefill_rule(
             self.capability, head_dim, queries
         )
 
-    def hopper(self, head_dim: int, queries: int) -> HopperTile | None:
+    def hopper(self, head_dim: int, queries: int, **facts: int) -> HopperTile | None:
         """The warp-specialized kernel's tile where the table says that it is the faster one, else None."""
-        return self._measured(HopperTile, "prefill_hopper", head_dim=head_dim, queries=queries)
+        return self._measured(HopperTile, "prefill_hopper", head_dim=head_dim, queries=queries, **facts)
 
     def _measured(self, kind: type[Tile], name: str, **facts: Any) -> Tile | None:
         entry = first_match(table(self.device).get("attention_tiles", []), kind=name, **facts)
@@ -137,7 +138,11 @@ class Tuning:
 
     def most_decode_programs(self, head_dim: int) -> int:
         """Programs of the largest grid that any of this head size's decode tiles asks for; sizes the workspace."""
-        return self.multiprocessors * max(self.decode(head_dim, rows).blocks_per_sm for rows in (1, 16, 32, 64))
+        most = [decode_rule(self.shared_bytes, head_dim, rows).blocks_per_sm for rows in (1, 16, 32, 64)]
+        for entry in table(self.device).get("attention_tiles", []):
+            if entry.get("kind") == "decode" and entry.get("head_dim", head_dim) == head_dim:
+                most.append(entry["blocks_per_sm"])
+        return self.multiprocessors * max(most)
 
 
 def decode_rule(shared_bytes: int, head_dim: int, rows: int) -> DecodeTile:

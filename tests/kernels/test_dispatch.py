@@ -104,6 +104,7 @@ def test_the_users_table_overrides_the_rule_and_a_broken_one_says_where(
         device = tuning.Tuning("some-gpu", (9, 0), 132, 50 << 20)
         assert device.decode(128, 4) == tuning.DecodeTile(32, 2, 5, 3)
         assert device.decode(128, 32) == tuning.decode_rule(device.shared_bytes, 128, 32)
+        assert device.decode(128, 4, kv=99, batch=1, page=16) == tuning.DecodeTile(32, 2, 5, 3)
         assert device.most_decode_programs(128) == 3 * 132
         with pytest.raises(MeasurementError, match="other-gpu"):
             tuning.Tuning("other-gpu", (9, 0), 132, 50 << 20).decode(128, 4)
