@@ -41,6 +41,22 @@ def test_backends_match_float64_on_mixed_steps(name: str, case: dict[str, Any]) 
     assert relative(ops.attention(q, view), oracle(q, view)) < 2e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "triton", "auto"])
+@pytest.mark.parametrize("case", MIXED, ids=["decodes", "mixed", "extents"])
+def test_each_backend_can_be_forced_on_a_gpu(name: str, case: dict[str, Any]) -> None:
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    dtype = "bfloat16" if capability >= (8, 0) else "float16"
+    if reason := why_not(name, capability) if name != "auto" else None:
+        pytest.skip(reason)
+    q, view = make_case(**(case | {"dim": 64}), dtype=dtype, device="cuda")
+    ops = make_ops(EngineConfig(attention=name), Shape(case["heads"], case["kv_heads"], 64), "cuda", dtype)
+    # p and the output are rounded to bfloat16: a relative 2^-9 each on average
+    assert relative(ops.attention(q, view).cpu(), oracle(q, view).cpu()) < 8e-3
+
+
 def test_sdpa_decodes_without_host_lengths_as_in_a_captured_graph() -> None:
     from dataclasses import replace
 
