@@ -12,6 +12,7 @@ dependent launch: under it a kernel's time would include waiting for the one bef
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from pdlab.hardware.timing import summarize
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
     from pdlab.models.loading import Loaded
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines about itself, on standard error
 
 OPERATIONS = ("norm_qkv_rope", "attention", "out_residual", "norm_mlp_up", "down_residual", "projection_sample")
 STEPS = 5  # profiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +95,43 @@ def latency_lines(table: pd.DataFrame, floors: pd.DataFrame, **where: Any) -> pd
     rows, floor = chosen(table), chosen(floors)
     series = rows["variant"].str.replace("_", " ")
     lines = pd.DataFrame({"x": rows["batch"], "y": rows["median"], "p10": rows["p10"], "p90": rows["p90"], "series": series})
-    bound = pd.DataFrame({"x": floor["batch"], "y": floor["median"], "series": "floor", "kind": "predicted"})
+    bound = pd.DataFrame({"x": floor["batch"], "y": floor["median"], "series": "ours", "kind": "predicted"})
     return pd.concat([lines.assign(kind="recorded"), bound], ignore_index=True)
+
+
+def latency_panels(device: str, experiment: str, model: str, **where: Any) -> tuple[dict[str, pd.DataFrame], pd.DataFrame]:
+    """Recorded latencies of a fused operation over the batch, launched and in a graph, for figures.latency; and their rows.
+
+    Where the rows tell kinds of sampling apart, the product alone (recorded once, as greedy) goes with every kind.
+    """
+    import pandas as pd
+
+    rows = together(device, experiment, "latency", model=model, **where)
+    floors = together(device, experiment, "floor_latency", model=model, **where)
+    if missing(rows, device, experiment):
+        return {}, rows
+    if where.get("sampling", "greedy") != "greedy":
+        alone = together(device, experiment, "latency", model=model, sampling="greedy")
+        rows = pd.concat([rows, alone[alone["variant"] == "cublas"]], ignore_index=True)
+    rows["variant"] = rows["variant"].replace("cublas", "the product alone")
+    titles = {"launched from Python": False, "in a CUDA graph": True}
+    return {title: latency_lines(rows, floors, graph=graph) for title, graph in titles.items()}, rows
+
+
+def sampling_gains(device: str, experiment: str, kinds: Sequence[str]) -> pd.DataFrame:
+    """How many times faster the fused operation is than the operations apart: a row for each kind, launched and in a graph, a
+    column a batch, the median over the models recorded."""
+    import pandas as pd
+
+    found: dict[str, dict[int, float]] = {}
+    for kind in kinds:
+        rows = together(device, experiment, "latency", sampling=kind)
+        by_batch = gains(rows, "unfused") if len(rows) else rows
+        for title, graph in {"launched": False, "in a graph": True}.items():
+            part = by_batch[by_batch["graph"] == graph] if len(rows) else by_batch
+            if len(part):
+                found[f"{kind.replace('_', ' ')}, {title}"] = part.groupby("batch")["gain"].median().to_dict()
+    return pd.DataFrame(found).T.rename_axis("times faster, by batch")
 
 
 def falls(table: pd.DataFrame, model: str, value: str = "median") -> dict[str, float]:
@@ -157,8 +191,8 @@ def operator_calls(loaded: Loaded, batch: int = 1) -> pd.DataFrame:
 
 
 def launch_curve(lab: Lab, sizes: Iterable[int]) -> pd.DataFrame:
-    """Time of adding 1 to a vector of so many bytes, as lines for figures.latency: called from Python, on a GPU also in a CUDA
-    graph, and the bytes over the copy bandwidth."""
+    """Time of y = x + 1 on vectors of so many bytes, as lines for figures.latency: called from Python, on a GPU also in a CUDA
+    graph, and the bytes over the copy bandwidth. Vectors take turns, so that they come from memory and not from a cache."""
     import pandas as pd
     import torch
 
@@ -167,8 +201,14 @@ def launch_curve(lab: Lab, sizes: Iterable[int]) -> pd.DataFrame:
     dtype, rows = getattr(torch, lab.dtype), []
     for size in sizes:
         n = max(1, size // itemsize_of(lab.dtype))
-        rotation = L2Rotation(lambda i, n=n: (torch.ones(n, dtype=dtype, device=lab.device),), 2 * size)
-        add = partial(torch.Tensor.add_, other=1)
+
+        def pair(i: int, n: int = n) -> tuple[Any, ...]:
+            return tuple(torch.ones(n, dtype=dtype, device=lab.device) for _ in "xy")
+
+        def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.add(x, 1, out=y)
+
+        rotation = L2Rotation(pair, 2 * size, l2_bytes=None if lab.machine.is_gpu else 64 << 20)
         took = {"called from Python": time_ms(add, rotation=rotation, device=lab.device, n=200, budget_ms=60).scaled(1e3, "us")}
         if lab.machine.is_gpu:
             took["in a CUDA graph"] = graph_time_us(add, rotation=rotation, n=10, budget_ms=40)
@@ -182,7 +222,7 @@ def launch_curve(lab: Lab, sizes: Iterable[int]) -> pd.DataFrame:
 
 
 def norm_orders(norm: NormWeights, x: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
-    """Relative errors of ways to order a norm and a product in 16 bits (products summed in float32), against float64."""
+    """Relative errors of ways to order a norm and a product of 16-bit inputs (sums in float32), against float64."""
     x64, g64, w64 = x.double(), norm.weight.double(), weight.double()
     centred = x64 if norm.bias is None else x64 - x64.mean(-1, keepdim=True)
     scale = (centred.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
@@ -192,17 +232,27 @@ def norm_orders(norm: NormWeights, x: torch.Tensor, weight: torch.Tensor) -> dic
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.to(kind).float() @ b.to(kind).float().T
 
-    y = centred.float()
+    y, g, w = centred.float(), g64.float(), weight.float()
     ways = {
-        "norm, round, product": product(y * s * g64.float(), weight),
-        "round x g, product, then 1/rms (ours)": product(y * g64.float(), weight) * s,
-        "g folded into the 16-bit weights": product(y, weight.float() * g64.float()) * s,
+        "norm, rounded, product": product(y * s * g, weight),
+        "x g rounded, product, 1/rms (ours, matrix cores)": product(y * g, weight) * s,
+        "x g in registers, product, 1/rms (ours, one row)": ((y * g) @ w.T) * s,
+        "g folded into 16-bit weights, product, 1/rms": (y @ (w * g).to(kind).float().T) * s,
     }
     if norm.bias is not None:  # LayerNorm: the mean may be taken off before or after
-        column = (weight.float() * g64.float()).sum(-1)
-        ways["mean taken off after the product"] = (product(x.float() * g64.float(), weight) - x.float().mean(-1, keepdim=True)
-                                                    * column) * s  # fmt: skip
+        mean = x.float().mean(-1, keepdim=True)
+        ways["x g rounded, product, mean taken off, 1/rms"] = (product(x.float() * g, weight) - mean * (w * g).sum(-1)) * s
     return {name: float((out.double() - truth).norm() / truth.norm()) for name, out in ways.items()}
+
+
+def chi_square(exact: Any, counts: Any) -> float:
+    """Probability that draws from `exact` differ from it by as much as `counts` do, or by more (Pearson's test)."""
+    import torch
+
+    p, n = torch.as_tensor(exact, dtype=torch.float64), torch.as_tensor(counts, dtype=torch.float64)
+    expected = p / p.sum() * n.sum()
+    statistic = ((n - expected).square() / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(p) - 1) / 2, dtype=torch.float64), statistic / 2))
 
 
 def unfused_bytes(config: ModelConfig, batch: int, itemsize: int = 2) -> dict[str, float]:
@@ -275,3 +325,13 @@ def wall(device: str, models: Sequence[str], read_bytes_per_s: float, tokens: in
             "tokens a second, at most": read_bytes_per_s / total,
         }
     return pd.DataFrame(rows).T.rename_axis(device)
+
+
+def run_length(at: torch.Tensor) -> int:
+    """How many elements of one (token, head) lie side by side, at the most everywhere; `at` as of kv_layouts.offsets."""
+    steps = (at[..., 1:] - at[..., :-1]).flatten(0, 1)[0] == 1
+    longest = run = 1
+    for beside in steps.tolist():
+        run = run + 1 if beside else 1
+        longest = max(longest, run)
+    return longest

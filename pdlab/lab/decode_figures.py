@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdlab.lab.style import BLUE, FAINT, GOLD, INK, PAPER, RUST, LabFigure, canvas
+from pdlab.lab.style import BLUE, FAINT, GOLD, INK, RUST, LabFigure, canvas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,9 +39,8 @@ def waterfall(
                 before = value
             else:
                 ax.barh(i, value, facecolor="none", edgecolor=FAINT, height=0.66, linewidth=1.2)
-            inside = value > 0.72 * finish
-            ax.text(value, i, f" {_number(value)} · {100 * value / finish:.0f} % ", va="center", fontsize=8.5,
-                    ha="right" if inside else "left", color=PAPER if inside and name in steps else INK)  # fmt: skip
+            at = 0.0 if value > 0.7 * finish else value  # where there is no room behind the bar, on its pale part
+            ax.text(at, i, f" {_number(value)} · {100 * value / finish:.0f} %", va="center", fontsize=8.5, color=INK)
         ax.axvline(finish, color=INK, linestyle="--", linewidth=1.4)
         ax.set(title=title, xlabel=f"tokens a second; the wall is at {_number(finish)}", xlim=(0, finish * 1.06))
         ax.set_yticks(range(len(steps) + len(others)), [*steps, *others])
@@ -52,11 +51,15 @@ def waterfall(
     return figure
 
 
-def operations(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str, unit: str = "us") -> LabFigure:
-    """Time of each operation beside the time its bytes need. `panels`: title -> a row an operation, one column `floor`."""
+def operations(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str) -> LabFigure:
+    """Time of each operation beside the time its bytes need. `panels`: title -> microseconds, a row an operation, one column
+    `floor`."""
     figure, axes = canvas(claim, footer, size=(9.2, 3.9), columns=len(panels))
+    large = max(float(table.max().max()) for table in panels.values()) > 5000
     for ax, (title, table) in zip(axes[0], panels.items()):
         names = [c for c in table.columns if c != "floor"]
+        if large:
+            table = table / 1e3
         width = 0.8 / len(names)
         at = np.arange(len(table))
         for i, name in enumerate(names):
@@ -70,7 +73,7 @@ def operations(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str, u
         ax.set(title=title, ylim=(0, 1.18 * float(table.max().max())))
         ax.grid(axis="x", visible=False)
         ax.legend(loc="upper left", fontsize=8)
-    axes[0, 0].set_ylabel(f"{unit} a step")
+    axes[0, 0].set_ylabel(f"{'ms' if large else 'us'} a step")
     return figure
 
 
