@@ -202,7 +202,6 @@ class Imitation:
     state: dict[str, Any] | None  # of a LearnedEstimator; None: the data sheet prices its steps
     ceilings: Ceilings
     slots: int
-    host_s: float
     dtype: str
     device: str
 
@@ -211,7 +210,7 @@ class Imitation:
         e = session.estimator
         scale = replace(session.scale, config=session.config)
         device, dtype = session.ctx.machine.slug, session.ctx.dtype
-        return cls(scale, e.state(), session.ceilings, session.slots, e.host_s, dtype, device)
+        return cls(scale, e.state(), session.ceilings, session.slots, dtype, device)
 
     @classmethod
     def known(cls, device: str, model: str, **settings: Any) -> Imitation:
@@ -224,7 +223,7 @@ class Imitation:
         path = find_data(estimator_file(device, shape.name.removeprefix("random:"), dtype))
         state = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
         config = with_objectives(base, executor.step_seconds)
-        return cls(Scale(model, 32_768, 1, config), state, ceilings, executor.capacity(), executor.host_s, dtype, device)
+        return cls(Scale(model, 32_768, 1, config), state, ceilings, executor.capacity(), dtype, device)
 
     @property
     def kind(self) -> str:
@@ -241,10 +240,12 @@ class Imitation:
         return e
 
     def engine(self, config: EngineConfig) -> CoalescingEngine:
-        prices, model = self.estimator(), config_of(self.scale.model)
-        cost = data_sheet_cost(model, self.device, self.dtype) if self.state is None else self.estimator().step_seconds
+        prices, frozen = self.estimator(), self.estimator()
+        model, cost = frozen.model, frozen.device_seconds
+        if self.state is None:
+            cost = data_sheet_cost(model, self.device, self.dtype)
         executor = SimulatedExecutor(
-            model, cost, self.slots, steps_in_flight=config.steps_in_flight, host_s=self.host_s, calibration=self.kind
+            model, cost, self.slots, steps_in_flight=config.steps_in_flight, host=frozen.host, calibration=self.kind
         )
         return CoalescingEngine(config.with_(executor="simulated"), model, executor, prices)
 

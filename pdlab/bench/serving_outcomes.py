@@ -108,7 +108,7 @@ class Judge(Estimator):
     def remaining_if(self, request: Any, more: float) -> float:
         return self.learned.remaining_if(request, more)
 
-    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
+    def observe(self, row: TraceRow, shape: PlanShape | None = None, launch_s: float = 0.0) -> None:
         seconds = row.t_end - row.t_start
         if shape is not None and seconds > 0:
             for name, e in self.estimators.items():

@@ -15,6 +15,7 @@ from pdlab.core.errors import MeasurementError
 from pdlab.core.paths import find_data, home_dir
 from pdlab.core.plan import PlanShape
 from pdlab.costs import formulas, roofline, tables
+from pdlab.costs.host_times import HostTimes
 from pdlab.costs.learned import LearnedEstimator
 from pdlab.models.config import ModelConfig
 
@@ -29,10 +30,10 @@ _LEAST_ROWS = 4  # recorded steps of each phase that make a calibration
 
 @dataclass(frozen=True)
 class CostModel:
-    """`step_seconds(shape)` on the device, `host_s` of the engine's own work a step, and where both come from."""
+    """`step_seconds(shape)` on the device, the engine's own work for a step, and where both come from."""
 
     step_seconds: Callable[[PlanShape], float]
-    host_s: float
+    host: HostTimes
     source: str  # recorded | predicted
     detail: str
 
@@ -127,8 +128,12 @@ def cost_model(model: ModelConfig, device: str, dtype: str = "bfloat16") -> Cost
         learned.load(path)
         if not learned.seen:
             raise MeasurementError(f"{path} holds an estimator that has seen no step", "delete it, or record it again")
-        return CostModel(learned.step_seconds, learned.host_s or HOST_SECONDS, "recorded", f"{learned.seen} steps, {path.name}")
+        return CostModel(learned.device_seconds, learned.host, "recorded", f"{learned.seen} steps, {path.name}")
     fitted = _from_rows(model, device, dtype)
     if fitted is not None:
-        return CostModel(fitted.step_seconds, HOST_SECONDS, "recorded", f"{fitted.seen // 3} rows of prefill_vs_decode")
-    return CostModel(data_sheet_cost(model, device, dtype), HOST_SECONDS, "predicted", "data sheet and common shares of it")
+        return CostModel(
+            fitted.step_seconds, HostTimes(HOST_SECONDS), "recorded", f"{fitted.seen // 3} rows of prefill_vs_decode"
+        )
+    return CostModel(
+        data_sheet_cost(model, device, dtype), HostTimes(HOST_SECONDS), "predicted", "data sheet and common shares of it"
+    )

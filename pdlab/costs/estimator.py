@@ -78,7 +78,7 @@ class RooflineEstimator(Estimator):
             seconds = max(0.0, self.prefill_seconds(request.num_tokens) - self.prefill_seconds(request.num_computed))
         return seconds + self.decode_seconds(more, request.num_tokens)
 
-    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
+    def observe(self, row: TraceRow, shape: PlanShape | None = None, launch_s: float = 0.0) -> None:
         return None
 
     def finished(self, request: Request) -> None:

@@ -30,9 +30,10 @@ class Estimator(ABC):
         return self.remaining(request)
 
     @abstractmethod
-    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
+    def observe(self, row: TraceRow, shape: PlanShape | None = None, launch_s: float = 0.0) -> None:
         """A step ended; a learning estimator refines itself. `shape` is the plan's, where the caller still has it: a row
-        alone does not say how its prefill tokens were divided among requests."""
+        alone does not say how its prefill tokens were divided among requests. `launch_s`: how long handing it to a device
+        that works beside the host took the host."""
 
     def finished(self, request: Request) -> None:
         """A request ended; a learning estimator refines its output-length quantiles."""

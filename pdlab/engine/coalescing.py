@@ -114,12 +114,12 @@ class CoalescingEngine(Engine):
         if isinstance(self.trace, RunCounter):
             self.trace.repeat_last(k - 1)
             return
-        first = vars(self.trace[-1])
+        first, between = vars(self.trace[-1]), self.executor.between(flight.plan.shape)
         for i in range(1, k):
             later = {
                 "step": first["step"] + i,
                 "kv_tokens": first["kv_tokens"] + i * first["decode_count"],
-                "t_submit": starts[i] if self.config.steps_in_flight == 2 else starts[i] - self.executor.host_s,
+                "t_submit": starts[i] if self.config.steps_in_flight == 2 else starts[i] - between,
                 "t_start": starts[i],
                 "t_end": ends[i],
             }

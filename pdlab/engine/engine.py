@@ -53,6 +53,7 @@ class Flight:
     plan: Plan
     handle: Handle
     plan_s: float
+    launch_s: float  # of handing it to a device that works beside the host; 0 where there is none
     then: dict[str, Any]
 
 
@@ -191,8 +192,10 @@ class Engine:
             "waste_internal": memory.waste_internal_with(arriving),
             "waste_external": memory.waste_external,
         }
-        plan_s, then["t_submit"] = time.perf_counter() - started, self.clock.now()
-        return Flight(plan, self.executor.submit(plan), plan_s, then)
+        planned, then["t_submit"] = time.perf_counter(), self.clock.now()
+        handle = self.executor.submit(plan)
+        launch_s = time.perf_counter() - planned if self.executor.overlaps else 0.0
+        return Flight(plan, handle, planned - started, launch_s, then)
 
     def commit_oldest(self) -> list[TokenEvent]:
         """Waits for the oldest step, takes in its tokens, ends what is complete, writes the trace row."""
@@ -312,7 +315,7 @@ class Engine:
             **flight.then,
         )
         self.trace.append(row)
-        self.estimator.observe(row, shape)
+        self.estimator.observe(row, shape, flight.launch_s)
 
     def close(self) -> None:
         """Ends what lives as aborted and gives the memory back."""

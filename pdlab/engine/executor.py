@@ -48,7 +48,7 @@ class TorchExecutor:
     ) -> None:
         self.config, self.model, self.clock = config, model, clock or RealClock()
         self.device = model.device
-        self.on_gpu = self.device.type == "cuda"
+        self.on_gpu = self.overlaps = self.device.type == "cuda"
         self.page_size = 1 if config.kv_allocator in EXTENT_ALLOCATORS else config.page_size
         rows = min(config.max_batch_requests, config.max_batch_tokens)
         if capture is None and config.cuda_graphs and self.on_gpu:

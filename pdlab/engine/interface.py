@@ -40,6 +40,7 @@ class Executor(Protocol):
     """Contract 4."""
 
     clock: Clock
+    overlaps: bool  # the device works beside the host, so that submit returns once a step is launched
 
     def capacity(self) -> int:
         """Slots of KV memory there are."""

@@ -1,10 +1,12 @@
 """An executor that computes nothing: it advances a virtual clock by what a cost model says a step takes.
 
-    start = max(host has submitted, device is free)      end = start + cost(plan.shape) + copies
+    ready = host has planned        start = max(ready, device is free)
+    end = max(start + cost(plan.shape) + copies, ready + launching)
 
-The host's own work is charged as a constant per step, so that overlapping it (steps_in_flight = 2) pays here as it does
-on a GPU. Tokens are made up from (seed, output position) alone and are never an end token, so a request ends where its
-`max_tokens` says. Scheduler and allocators cannot tell this executor from one that runs a model.
+The host plans and commits before each step and is busy while it launches one, so that overlapping it with the device
+(steps_in_flight = 2) pays here as it does on a GPU, and a short step with prompts takes as long as its launches do.
+Tokens are made up from (seed, output position) alone and are never an end token, so a request ends where its `max_tokens`
+says. Scheduler and allocators cannot tell this executor from one that runs a model.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pdlab.core.errors import CapacityError, DeviceUnavailable, EngineClosed, St
 from pdlab.core.plan import KVCopy, Plan, PlanShape
 from pdlab.costs.calibration import cost_model
 from pdlab.costs.formulas import itemsize_of, weights_bytes
+from pdlab.costs.host_times import HostTimes
 from pdlab.costs.roofline import ceilings_for
 from pdlab.engine.interface import StepResult
 from pdlab.hardware.specs import SPECS, find_spec
@@ -58,9 +61,10 @@ class _Handle:
 class SimulatedExecutor:
     """Contract 4 on a virtual clock.
 
-    `step_seconds(shape)` is the cost model; `capacity_tokens` the KV slots; `host_s` the host's share of each step;
-    `copy_s_per_token` what moving one token's KV costs (compaction, copy on write); `calibration` says where the cost
-    model comes from (costs.calibration: "recorded" or "predicted") and is shown wherever a number made here is shown.
+    `step_seconds(shape)` is what the device needs; `capacity_tokens` the KV slots; `host` what the host needs for planning,
+    committing and launching, by a step's shape, or `host_s` seconds a step and none for launching; `copy_s_per_token` what
+    moving one token's KV costs (compaction, copy on write); `calibration` says where the cost model comes from
+    (costs.calibration: "recorded" or "predicted") and is shown wherever a number made here is shown.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class SimulatedExecutor:
         *,
         steps_in_flight: int = 1,
         host_s: float = 0.0,
+        host: HostTimes | None = None,
         copy_s_per_token: float = 0.0,
         calibration: str = "predicted",
         clock: VirtualClock | None = None,
@@ -78,7 +83,9 @@ class SimulatedExecutor:
         self._virtual = clock or VirtualClock()
         self.clock: Clock = self._virtual
         self.model, self.step_seconds, self.calibration = model, step_seconds, calibration
-        self.host_s, self.copy_s_per_token, self.steps_in_flight = host_s, copy_s_per_token, steps_in_flight
+        self.host, self._host_s = host, host_s
+        self.copy_s_per_token, self.steps_in_flight = copy_s_per_token, steps_in_flight
+        self.overlaps = False  # its steps take the host no real time
         self._capacity = capacity_tokens
         self._device_free = 0.0
         self._unfinished: list[_Handle] = []
@@ -97,18 +104,31 @@ class SimulatedExecutor:
                 f"collect a result first; steps_in_flight is {self.steps_in_flight}",
             )
         if not (self.shadowed or (self.steps_in_flight == 2 and plan.repeat > 1)):
-            self._virtual.advance(self.host_s)
+            self._virtual.advance(self.between(plan.shape))
         self.shadowed = self.steps_in_flight == 2 and plan.repeat > 1
-        start = max(self.clock.now(), self._device_free)
-        end = start + self._duration(plan)
+        ready, launching = self.clock.now(), 0.0 if plan.repeat > 1 else self._launching(plan.shape)
+        start = max(ready, self._device_free)
+        end = max(start + self._duration(plan), ready + launching)
         self._device_free = end
+        self._virtual.advance(launching)
         handle = _Handle(self, StepResult(plan.step, self._tokens(plan), start, end))
         self._unfinished.append(handle)
         return handle
 
+    def between(self, shape: PlanShape) -> float:
+        """Seconds of planning and committing a step."""
+        return self._host_s if self.host is None else self.host.between(shape)
+
+    def _launching(self, shape: PlanShape) -> float:
+        return 0.0 if self.host is None else self.host.launch(shape)
+
+    def _busy(self, shape: PlanShape) -> float:
+        """Seconds that a step keeps the host from the next one."""
+        return self.between(shape) + self._launching(shape)
+
     def steps_until(self, shape: PlanShape, until: float, most: int) -> int:
         """How many repetitions of a decode step reach `until`, the last one ending at or after it; 1 to `most`."""
-        left = until - self.clock.now() - self.host_s
+        left = until - self.clock.now() - self.between(shape)
         first = self._one(shape, 0)
         growth = (self._one(shape, most) - first) / max(1, most)
         k, each = 1, first
@@ -124,7 +144,7 @@ class SimulatedExecutor:
         s = shape
         last = PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + (k - 1) * s.decode_count, s.pad_tokens, s.sampled)
         device = np.linspace(self.step_seconds(s), self.step_seconds(last), k)
-        each = device + self.host_s if self.steps_in_flight == 1 else np.maximum(device, self.host_s)
+        each = device + self.between(s) if self.steps_in_flight == 1 else np.maximum(device, self._busy(s))
         ends = result.t_end - (each.sum() - np.cumsum(each))
         return (ends - device).tolist(), ends.tolist()
 
@@ -133,7 +153,7 @@ class SimulatedExecutor:
         s = shape
         later = PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + grown * s.decode_count, s.pad_tokens, s.sampled)
         device = self.step_seconds(later)
-        return device + self.host_s if self.steps_in_flight == 1 else max(device, self.host_s)
+        return device + self.between(s) if self.steps_in_flight == 1 else max(device, self._busy(s))
 
     def _duration(self, plan: Plan) -> float:
         copies = sum(op.tokens for op in plan.kv_ops if isinstance(op, KVCopy)) * self.copy_s_per_token
@@ -142,7 +162,7 @@ class SimulatedExecutor:
             return copies + self.step_seconds(plan.shape)
         # identical decode steps whose attended tokens grow by one a request: the cost is close to linear in between
         mean = (self._one(plan.shape, 0) + self._one(plan.shape, n - 1)) / 2
-        return copies + n * mean - (self.host_s if self.steps_in_flight == 1 else 0.0)
+        return copies + n * mean - (self.between(plan.shape) if self.steps_in_flight == 1 else 0.0)
 
     def _tokens(self, plan: Plan) -> np.ndarray:
         seed, position = plan.sampling.seed, plan.sampling.position
@@ -203,7 +223,7 @@ def make_simulated(config: EngineConfig, model: ModelConfig, clock: VirtualClock
         cost.step_seconds,
         kv_capacity(config, model, memory, weights_bytes(model, itemsize), itemsize),
         steps_in_flight=config.steps_in_flight,
-        host_s=cost.host_s,
+        host=cost.host,
         copy_s_per_token=copy,
         calibration=cost.source,
         clock=clock,

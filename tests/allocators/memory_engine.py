@@ -53,7 +53,7 @@ class MemoryExecutor:
     """Contract 4. Knows a plan's arrays and nothing else of the engine."""
 
     def __init__(self, capacity: int) -> None:
-        self.clock = VirtualClock()
+        self.clock, self.overlaps = VirtualClock(), False
         self._capacity = capacity
         self.memory = Memory(capacity)
         self.last: dict[int, int] = {}
@@ -97,7 +97,7 @@ class _Constant(Estimator):
     def remaining(self, request: Request) -> float:
         return 1e-3 * request.params.max_tokens
 
-    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None: ...
+    def observe(self, row: TraceRow, shape: PlanShape | None = None, launch_s: float = 0.0) -> None: ...
 
     def save(self, path: Path) -> None: ...
 

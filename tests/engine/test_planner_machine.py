@@ -37,7 +37,7 @@ class Constant(Estimator):
     def remaining(self, request: Request) -> float:
         return 1e-3 * (request.num_tokens - request.num_computed)
 
-    def observe(self, row: TraceRow, shape: PlanShape | None = None) -> None:
+    def observe(self, row: TraceRow, shape: PlanShape | None = None, launch_s: float = 0.0) -> None:
         return None
 
     def save(self, path) -> None:  # type: ignore[no-untyped-def]
@@ -50,7 +50,7 @@ class CheckedDevice:
     """Runs nothing; checks each plan as far as it goes alone. `fail_next` makes the next step end in an error."""
 
     def __init__(self, steps_in_flight: int) -> None:
-        self.clock = VirtualClock()
+        self.clock, self.overlaps = VirtualClock(), False
         self.last: dict[int, int] = {}
         self.unfinished = 0
         self.most = steps_in_flight

@@ -26,7 +26,7 @@ class Guesses(Estimator):
         own = self.seconds_per_token * (request.num_tokens - request.num_computed + more)
         return self.told.get(request.request_id, own)
 
-    def observe(self, row, shape=None):
+    def observe(self, row, shape=None, launch_s=0.0):
         return None
 
     def save(self, path):

@@ -27,7 +27,7 @@ def imitation():
             learned.learn(shape, 2e-3 + 1e-4 * shape.new_tokens)
     config = EngineConfig(estimator="learned", max_batch_tokens=128, max_batch_requests=16, patience_s=2.0)
     scale = serving.Scale("llama-tiny", 2048, 16, serving.with_objectives(config, learned.step_seconds))
-    return serving.Imitation(scale, learned.state(), CEILINGS, 16384, 1e-4, "float32", "cpu-x86-64")
+    return serving.Imitation(scale, learned.state(), CEILINGS, 16384, "float32", "cpu-x86-64")
 
 
 def context(tmp_path, budget_s=60.0):
