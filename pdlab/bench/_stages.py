@@ -5,11 +5,13 @@
     attention    the split-KV attention kernel instead of a gather and plain attention
     fused        one kernel an operation instead of several
     dependent    programmatic dependent launch: a kernel's first weights are loaded under the tail of the one before it
+    prefetch     each kernel asks for the first weights of the next one, into L2
+    ring         products of one row by a ring of weight tiles in shared memory that the copy engine fills (Hopper)
     two_steps    two steps in flight: the host plans in the shadow of the device
     ours         all of them
 
-A variant is a set of switches. It is called by what it has (`with_graph_attention`) or by the one it lacks (`without_graph`);
-`unfused_graph` is the plain operations in a CUDA graph, the fairest of the simple baselines.
+A variant is a set of switches. It is called by what it has (`with_graph_attention`) or by the only one it lacks
+(`without_graph`);`unfused_graph` is the plain operations in a CUDA graph, the fairest of the simple baselines.
 """
 
 from __future__ import annotations
@@ -34,9 +36,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "graph": {"cuda_graphs": True},
     "attention": {"attention": "auto"},
     "fused": {"ops": "auto"},
-    "dependent": {},  # a property of the fused operations, see make_llm
+    "dependent": {},  # this one and the next two are properties of the fused operations, see OF_FUSED
+    "prefetch": {},
+    "ring": {},
     "two_steps": {"steps_in_flight": 2},
 }
+OF_FUSED = {"dependent": "pdl", "prefetch": "prefetch", "ring": "ring"}  # switch -> attribute of FusedOps
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)
 
@@ -59,13 +64,18 @@ def waterfall() -> list[Switches]:
 
 
 def alone() -> list[Switches]:
-    """Each switch by itself; dependent launch belongs to the fused kernels and has no life of its own."""
-    return [frozenset({s}) for s in ORDER if s != "dependent"]
+    """Each switch by itself; what belongs to the fused kernels has no life of its own."""
+    return [frozenset({s}) for s in ORDER if s not in OF_FUSED]
+
+
+def without(switch: str) -> Switches:
+    """Everything but one, and what makes no sense without it."""
+    gone = {"fused": {"fused", *OF_FUSED}, "dependent": {"dependent", "prefetch"}}.get(switch, {switch})
+    return ALL - gone
 
 
 def left_out() -> list[Switches]:
-    """Everything but one; without the fused kernels there is no dependent launch either."""
-    return [ALL - {s} for s in ORDER if s != "fused"] + [ALL - {"fused", "dependent"}]
+    return [without(switch) for switch in ORDER]
 
 
 def make_llm(loaded: Loaded, switches: Iterable[str], *, length: int, batch: int = 1, **more: Any) -> LLM:
@@ -89,8 +99,9 @@ def make_llm(loaded: Loaded, switches: Iterable[str], *, length: int, batch: int
     )
     llm = LLM(loaded, config)
     ops: Any = llm.model.ops if llm.model is not None else None
-    if "dependent" not in here and getattr(ops, "pdl", False):
-        ops.pdl = False
+    for switch, attribute in OF_FUSED.items():  # on by default, where the device has it
+        if switch not in here and hasattr(ops, attribute):
+            setattr(ops, attribute, False)
     return llm
 
 

@@ -4,10 +4,10 @@
     floor_throughput  read bandwidth of the same run / bytes a token must move (weights and the cache, mean context)
     bandwidth_share   percent: those bytes / time / read bandwidth
 
-The variants are the switches of _stages, alone, one after the other and left out (llama-1b and llama-3-8b), and as rivals
-`torch_compile` (plain operations compiled in gpt-fast's manner, see _compiled) and `transformers`. Variants take turns,
-A B A B, on the same weights; slow ones are timed on the middle part of the answer (their settings say so), where the mean
-context is the same. `kernel_time` and `floor_kernel_time` are microseconds a step by operation, see _breakdown.
+The variants are the switches of _stages, one after the other (llama-1b and llama-3-8b), alone and left out (llama-1b), and
+as rivals `torch_compile` (plain operations compiled in gpt-fast's manner, see _compiled) and `transformers`. Variants take
+turns, A B A B, on the same weights; slow ones are timed on the middle part of the answer (their settings say so), where the
+mean context is the same. `kernel_time` and `floor_kernel_time` are microseconds a step by operation, see _breakdown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MODELS = {
     "smoke": ("random:llama-tiny", "random:gpt2-tiny"),
 }
 LENGTHS = {"full": (512, 256), "smoke": (24, 12)}  # prompt, new tokens
-DETAILED = ("llama-1b", "llama-3-8b", "llama-tiny")  # models with every variant; the others get the headline
+DETAILED = ("llama-1b", "llama-3-8b", "llama-tiny")  # models with the whole waterfall; the others get the headline
+_ONE_BY_ONE = ("llama-1b", "llama-tiny")  # and each switch alone and left out
 HEADLINE = (stages.ALL, frozenset({"graph"}), frozenset[str]())  # a CPU has no graphs: there the first and the last
 _SAMPLE_S = 1.0  # a slow variant's sample
 _HEADLINE_S = 14.0  # what a model's headline may need: kept back while others get their details
@@ -135,7 +136,7 @@ def measure_model(ctx: Context, name: str, read: float, keep: float) -> None:
     if ctx.left() > keep:
         _breakdown.record(ctx, loaded, stream.prompt + stream.new // 2, read)
         ctx.record.flush()
-    wanted = [*stages.waterfall(), *stages.alone(), *stages.left_out()]
+    wanted = stages.waterfall() + (stages.alone() + stages.left_out() if config.name in _ONE_BY_ONE else [])
     more = distinct(wanted, headline, ctx.machine.is_gpu)
     if more and ctx.left() > keep:  # ours again among them: rows to be compared belong to one set of turns
         measure_variants(stream, loaded, [stages.ALL, *more], 2)

@@ -26,6 +26,8 @@ SWITCHES = {
     "attention": "+ attention kernel",
     "fused": "+ fused operations",
     "dependent": "+ dependent launch",
+    "prefetch": "+ next weights into L2",
+    "ring": "+ ring of weights",
     "two_steps": "+ two steps in flight",
 }
 
@@ -88,13 +90,15 @@ def latency_lines(table: pd.DataFrame, floors: pd.DataFrame, **where: Any) -> pd
     import pandas as pd
 
     def chosen(rows: pd.DataFrame) -> pd.DataFrame:
-        for name, value in where.items():
+        for name, value in where.items() if len(rows) else ():
             rows = rows[rows[name] == value]
         return rows
 
     rows, floor = chosen(table), chosen(floors)
     series = rows["variant"].str.replace("_", " ")
     lines = pd.DataFrame({"x": rows["batch"], "y": rows["median"], "p10": rows["p10"], "p90": rows["p90"], "series": series})
+    if len(floor) == 0:
+        return lines.assign(kind="recorded")
     bound = pd.DataFrame({"x": floor["batch"], "y": floor["median"], "series": "ours", "kind": "predicted"})
     return pd.concat([lines.assign(kind="recorded"), bound], ignore_index=True)
 
@@ -148,9 +152,7 @@ def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
     rows = table[table["model"] == model].set_index("variant")["median"]
     found = {}
     for switch, words in SWITCHES.items():
-        alone, without = stages.name_of({switch}), stages.name_of(stages.ALL - {switch})
-        if switch == "fused":
-            without = stages.name_of(stages.ALL - {"fused", "dependent"})
+        alone, without = stages.name_of({switch}), stages.name_of(stages.without(switch))
         values = {
             "alone": rows[alone] / rows["unfused"] if {alone, "unfused"} <= set(rows.index) else float("nan"),
             "in all, against without": rows["ours"] / rows[without] if {without, "ours"} <= set(rows.index) else float("nan"),

@@ -1,0 +1,181 @@
+"""What the notebooks about decoding look up and draw: rows of one run, gains, the way to the wall, and how the figures fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from pdlab.bench import _stages as stages
+from pdlab.bench.records import Recorder
+from pdlab.costs import tables
+from pdlab.kernels.kv_layouts import offsets
+from pdlab.kernels.ops import NormWeights
+from pdlab.lab import decode, decode_figures, setup
+from pdlab.models.catalogue import config_of
+from pdlab.models.loading import load
+
+GPU = "nvidia-h200"
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(tables, "data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr(tables, "home_dir", lambda: tmp_path / "home")
+    return tmp_path
+
+
+def record(
+    places: Path, experiment: str, values: dict[str, float], metric: str = "latency", unit: str = "us", **p: Any
+) -> None:
+    """One run."""
+    with Recorder(experiment, GPU, out=places / "data" / "measurements", command="test") as recorder:
+        for variant, value in values.items():
+            kind = "predicted" if metric.startswith("floor") else "measured"
+            recorder.add(metric, value, unit, variant=variant, kind=kind, params=p)
+
+
+def test_only_rows_of_one_run_are_put_together_and_the_fuller_run_wins(places: Path) -> None:
+    record(places, "x", {"ours": 1.0, "unfused": 5.0}, batch=1)
+    record(places, "x", {"ours": 2.0, "unfused": 6.0}, batch=1)
+    record(places, "x", {"ours": 3.0}, batch=1)  # newer, but alone
+    record(places, "x", {"ours": 4.0}, batch=2)
+    table = decode.together(GPU, "x", "latency")
+    assert sorted(table["median"]) == [2.0, 4.0, 6.0]
+    assert list(decode.together(GPU, "x", "latency", batch=2)["median"]) == [4.0]
+    assert decode.day(table)
+
+
+def test_what_was_never_recorded_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode.missing(decode.together(GPU, "kv_layout", "latency"), GPU, "kv_layout")
+    assert "pdlab bench kv_layout --record, on nvidia-h200" in capsys.readouterr().out
+    assert decode.latency_panels(GPU, "fused_norm_qkv_rope", "m")[0] == {}
+    assert len(decode.gain_lines(decode.together(GPU, "x", "latency"), "unfused")) == 0
+    assert len(decode.sampling_gains(GPU, "x", ["greedy"])) == 0
+    assert len(decode.recorded_breakdown(GPU, "m")) == 0
+
+
+def test_gains_divide_equal_parameters_and_keep_graphs_apart(places: Path) -> None:
+    for batch, graph, unfused in ((1, True, 12.0), (1, False, 40.0), (8, False, 30.0)):
+        record(places, "fused_norm_qkv_rope", {"ours": 10.0, "unfused": unfused}, model="m", batch=batch, graph=graph)
+        record(places, "fused_norm_qkv_rope", {"ours": 9.0}, "floor_latency", model="m", batch=batch, graph=graph)
+    table = decode.together(GPU, "fused_norm_qkv_rope", "latency")
+    assert sorted(decode.gains(table, "unfused")["gain"]) == pytest.approx([1.2, 3.0, 4.0])
+    lines = decode.gain_lines(table, "unfused")
+    assert lines.set_index(["series", "x"])["y"]["launched one by one", 1] == pytest.approx(4.0)
+    panels, rows = decode.latency_panels(GPU, "fused_norm_qkv_rope", "m")
+    assert list(panels) == ["launched from Python", "in a CUDA graph"]
+    assert len(rows) == 6
+    assert set(panels["in a CUDA graph"]["kind"]) == {"recorded", "predicted"}
+
+
+def test_the_product_alone_goes_with_every_kind_of_sampling(places: Path) -> None:
+    where = {"model": "m", "batch": 1, "graph": True}
+    record(places, "fused_projection_sample", {"ours": 8.0, "unfused": 9.0, "cublas": 7.0}, sampling="greedy", **where)
+    record(places, "fused_projection_sample", {"ours": 8.0, "unfused": 12.0}, sampling="temperature", **where)
+    _, rows = decode.latency_panels(GPU, "fused_projection_sample", "m", sampling="temperature")
+    assert dict(zip(rows["variant"], rows["median"])) == {"ours": 8.0, "unfused": 12.0, "the product alone": 7.0}
+    found = decode.sampling_gains(GPU, "fused_projection_sample", ["greedy", "temperature"])
+    assert found.loc["temperature, in a graph", 1] == pytest.approx(1.5)
+
+
+# --- the way to the wall
+
+
+def walk(places: Path) -> pd.DataFrame:
+    rates = {stages.name_of(s): 10.0 * 2**i for i, s in enumerate(stages.waterfall())}
+    rates |= {stages.name_of(s): 15.0 for s in stages.alone() if len(s & {"graph"}) == 0}
+    rates["with_graph_attention_two_steps"] = 64.0
+    record(places, "decode_single_stream", rates, "throughput", "tok/s", model="m")
+    return decode.together(GPU, "decode_single_stream", "throughput")
+
+
+def test_the_waterfall_is_in_the_order_of_the_switches(places: Path) -> None:
+    steps = decode.falls(walk(places), "m")
+    assert list(steps) == ["plain PyTorch, launched", *decode.SWITCHES.values()]
+    assert list(steps.values()) == sorted(steps.values())
+    assert decode.falls(walk(places), "other") == {}
+
+
+def test_a_switch_is_worth_what_it_gains_alone_and_what_its_absence_costs(places: Path) -> None:
+    found = decode.switch_table(walk(places), "m")
+    best = 10.0 * 2 ** len(stages.ORDER)
+    assert found.loc["attention kernel", "alone"] == pytest.approx(1.5)
+    assert found.loc["fused operations", "in all, against without"] == pytest.approx(best / 64)
+    assert found.loc["two steps in flight", "in all, against without"] == pytest.approx(2.0)
+
+
+def test_figures_keep_to_their_frames(places: Path) -> None:
+    steps = decode.falls(walk(places), "m")
+    table = pd.DataFrame({"ours": [9000.0, 4.0], "floor": [8000.0, 3.0]}, index=["norm_qkv_rope", "attention"])
+    rates = pd.DataFrame({"none": [1.0, 2.0], "all": [1.1, np.nan]}, index=["6,144 × 4,096", "a"])
+    orders = {name: offsets(name, 16, 4, 1)[:, :, 0].T.numpy() for name in ("per_token", "z_token_head")}
+    p = np.array([0.9, 0.09, 0.01])
+    said: dict[str, Any] = {
+        "claim": "A claim that is long enough to need a second line, as most of them are " * 2,
+        "footer": "f",
+    }
+    for figure in (
+        decode_figures.waterfall({"a": (steps, 1500.0, {"torch.compile": 900.0}), "b": (steps, 1400.0, {})}, **said),
+        decode_figures.operations({"a": table, "b": table}, **said),
+        decode_figures.bars(rates, finish=3.0, ylabel="TB/s", **said),
+        decode_figures.addresses(orders, xlabel="token", ylabel="head", **said),
+        decode_figures.sampled(p, np.array([90, 9, 1]), **said),
+    ):
+        assert figure.texts_outside() == []
+
+
+# --- what is computed live
+
+
+def test_operators_are_counted_by_operation() -> None:
+    counts = decode.operator_calls(load("random:llama-tiny"))["operators, plain"]
+    assert counts["out_residual"] == 2  # a product and an addition
+    assert counts["norm_qkv_rope"] > 10
+    assert counts["projection_sample"] > 2
+
+
+def test_rounding_where_nothing_need_be_rounded_shows() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(3, 512, generator=g) + 6).bfloat16()
+    weight = (torch.randn(40, 512, generator=g) * 512**-0.5).bfloat16()
+    gain = (1 + 0.3 * torch.randn(512, generator=g)).bfloat16()
+    rms = decode.norm_orders(NormWeights(gain, None, 1e-5), x, weight)
+    layer = decode.norm_orders(NormWeights(gain, torch.zeros(512), 1e-5), x, weight)
+    exact = "x g in registers, product, 1/rms (ours, one row)"
+    assert all(rms[exact] < rms[name] / 100 for name in rms if name != exact)
+    assert layer["x g rounded, product, mean taken off, 1/rms"] > 3 * layer["norm, rounded, product"]
+
+
+def test_chi_square_accepts_chance_and_finds_a_bias() -> None:
+    p = np.array([0.5, 0.3, 0.2])
+    counts = np.random.default_rng(0).multinomial(10_000, p)
+    assert decode.chi_square(p, counts) > 0.01
+    assert decode.chi_square(p, counts + np.array([600, 0, 0])) < 1e-6
+    assert decode.chi_square(p, [4950, 3050, 2000]) == pytest.approx(0.5134, abs=1e-3)  # exp(-(0.5 + 0.8333) / 2)
+
+
+def test_apart_costs_the_bytes_between_the_operations() -> None:
+    found = decode.unfused_bytes(config_of("llama-3-8b"), 64)
+    assert found["apart"] - found["fused"] == 64 * 2 * (2 * 4096 + 2 * 6144 + 2 * 5120 + 2 * 1024)
+    assert decode.run_length(offsets("z_token_dim", 16, 2, 16)) == 2
+    assert decode.run_length(offsets("z_token_head", 16, 2, 16)) == 16
+
+
+def test_live_streams_are_recorded_with_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdlab.costs.roofline import Ceilings
+
+    lab = setup("cpu", quiet=True)
+    monkeypatch.setattr(lab, "ceilings", lambda dtype=None: Ceilings(1e10, 1e10, 1e11, "measured"))
+    recorder = Recorder("decode_single_stream", "cpu-test", out=tmp_path)
+    loaded = load("random:llama-tiny")
+    table = decode.streams(lab, recorder, loaded, [frozenset(), stages.ALL], 9, 5, rounds=1)
+    assert list(table.index) == ["unfused", "ours"]
+    assert (table > 0).all(axis=None)
+    parts = decode.breakdown(lab, loaded, 12)
+    assert (parts["us"] > 0).all()
+    assert len(decode.launch_curve(lab, [1024, 4096])) == 4
