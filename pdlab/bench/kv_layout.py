@@ -67,7 +67,15 @@ def _measure(ctx: Context, batch: int, length: int, heads: tuple[int, int, int],
             _decode.check(layout, call(q, *at)[-1:], truth)
             calls[f"{layout}/{block_n}"] = call
         del at
-    rest = {"heads": n, "kv_heads": h, "head_dim": d, "page": 16, "dtype": ctx.dtype, "device": ctx.device, "seed": ctx.seed}
+    rest: dict[str, Any] = {
+        "heads": n,
+        "kv_heads": h,
+        "head_dim": d,
+        "page": 16,
+        "dtype": ctx.dtype,
+        "device": ctx.device,
+        "seed": ctx.seed,
+    }
     paged, view = _attention.make_view([length] * batch, [1] * batch, **rest)
     engine = _attention.backend("auto", paged, view, batch)
     _attention.check("ours", engine, paged, view)
