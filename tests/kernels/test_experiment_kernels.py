@@ -89,3 +89,20 @@ def test_the_cuda_kernel_is_a_norm_and_a_product(variant: str, rows: int, k: int
     truth = w.double() @ (y * g.double() / (y.square().mean() + 1e-5).sqrt())
     out = NormProduct(variant, k)(w, x, g)
     assert float((out.double() - truth).norm() / truth.norm()) < 4e-3  # bfloat16 output: relative 2^-9 each
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("batch", "length"), [(3, 1000), (1, 5)])
+def test_a_layout_is_attention_in_bfloat16_too(layout: str, batch: int, length: int) -> None:
+    from pdlab.kernels.kv_layouts import layout_decode
+
+    torch.manual_seed(0)
+    h, group, d, capacity = 4, 5, 64, 1024
+    q, k, v = (torch.randn(batch, *s, d, device="cuda").bfloat16() for s in ((h * group,), (capacity, h), (capacity, h)))
+    keys, values = (x[:, :length].double().transpose(1, 2) for x in (k, v))
+    scores = q.double().view(batch, h, group, d) @ keys.transpose(-1, -2) * d**-0.5
+    truth = (scores.softmax(-1) @ values).view(batch, h * group, d)
+    out = layout_decode(q, arrange(k, layout), arrange(v, layout), layout, length, h, programs=200)
+    # p and the output are rounded to 8 bits: relative 2^-9 each on average
+    assert float((out.double() - truth).norm() / truth.norm()) < 8e-3
