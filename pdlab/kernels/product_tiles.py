@@ -25,7 +25,18 @@ class ProductTile:
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     norm_inside: bool = True  # False: a kernel of its own norms x first
+    tma: bool = False  # whole tiles by the copy engine, norm outside; Hopper and later, several activation rows
     following: int = 0  # kilobytes of the next product's weights asked into L2 before the wait, by all programs together
+
+
+@dataclass(frozen=True)
+class RingTile:
+    """Of a ring_product: one activation row, Hopper."""
+
+    panels: int  # of 64 columns of both halves of a tile that a stage holds: 16 KB each
+    stages: int
+    pdl: bool = True
+    following: int = 0  # as ProductTile's
 
 
 def columns_of(batch: int) -> int:
@@ -42,6 +53,15 @@ def product_tile(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> P
     return product_rule(tuning, op, outputs, k, batch)
 
 
+def ring_tile(tuning: Tuning | None, op: str, outputs: int, k: int) -> RingTile | None:
+    """For one row: the measured table's "ring_tiles", else a rule; None where that table prefers no ring (`stages` 0)."""
+    entry = tuning and first_match(table(tuning.device).get("ring_tiles", []), op=op, outputs=outputs, k=k)
+    if entry:
+        tile = RingTile(**{f.name: entry[f.name] for f in fields(RingTile) if f.name in entry})
+        return tile if tile.stages else None
+    return RingTile(1, 6)  # 96 KB of weights on their way, so that the next kernel's ring finds room beside
+
+
 def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> ProductTile:
     """Enough programs to fill the device twice, each with tens of kilobytes of weights in flight."""
     pdl = tuning.capability >= (9, 0)
@@ -52,12 +72,15 @@ def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> P
         rows = 8 if k <= 2048 else 4
         return ProductTile(rows, tile_k, 1, 2 if k >= 8192 else 1, 0, 4 if k <= 2048 else 8, 1, pdl)
     big = tuning.shared_bytes > (128 << 10)
-    rows = 64 if columns > 32 else 32
-    warps = 4 if columns <= 64 else columns // 16  # 32 results a thread: their noise takes registers too
-    tile_k = max(16, min(wide, 64 if columns > 64 else 128))
-    stages = 4 if big else 3
-    split = 1
-    while split < 8 and outputs // rows * split < 2 * tuning.multiprocessors and k // (tile_k * split * 2) >= 4:
+    # wide batches take their x along for each tile, so they want tall ones; results and their noise take registers too
+    rows, tile_k = (64, 128) if columns <= 16 or (columns <= 64 and outputs < 256 * tuning.multiprocessors) else (128, 64)
+    if not big and columns > 64:
+        rows, tile_k = 64, 64
+    warps = 4 if rows * columns <= 64 * 64 else 8
+    tile_k = max(16, min(wide, tile_k))
+    stages = 4 if big else 3 if columns <= 64 else 2
+    split, programs = 1, (3 if columns <= 32 else 2) * tuning.multiprocessors
+    while split < 8 and outputs // rows * split * 2 <= programs and k // (tile_k * split * 2) >= 4:
         split *= 2
-    fetch = 4 if pdl and tile_k * split * 4 <= k else 0
-    return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, norm_inside=columns <= 16)
+    fetch = 512 // tile_k if pdl and 512 * split <= k else 0
+    return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, norm_inside=False)

@@ -19,17 +19,20 @@ Callers give rows of their own choosing (rotary partners, a gate beside its valu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    from pdlab.kernels.ops import NormWeights
     from pdlab.kernels.product_tiles import ProductTile
 
-PLAIN, RMS, LAYER = 0, 1, 2  # what happens to x on the way in
-_PLAIN, _RMS, _LAYER = tl.constexpr(PLAIN), tl.constexpr(RMS), tl.constexpr(LAYER)
+PLAIN, RMS, LAYER, SCALED = 0, 1, 2, 3  # what happens to x on the way in; SCALED: see Scaled
+APART = -1  # PARTNERS of a tile whose odd rows lie far from its even ones, at `apart`; 0: rows as stored, > 0: within heads
+_APART = tl.constexpr(APART)
+_RMS, _LAYER, _SCALED = tl.constexpr(RMS), tl.constexpr(LAYER), tl.constexpr(SCALED)
 
 
 @triton.jit
@@ -179,7 +182,7 @@ def _many_rows(
         k = start + tl.arange(0, BK)
         w = _weights(W, rows, k, K, EVEN)
         x = _activations(X, m, k, batch, K, EVEN)
-        if NORM:
+        if NORM and NORM != _SCALED:
             y = x.to(tl.float32)
             if NORM == _RMS:
                 squares += tl.sum(y * y, 1)
@@ -194,11 +197,44 @@ def _many_rows(
 
 
 @triton.jit
-def products(
-    X, NORM_W, NORM_B, W, NEXT, PART, COUNT, rows, tile, batch, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+def _many_rows_by_tma(
+    XD, WD, W, NEXT, rows, tile, program, first, apart,
+    K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, FETCH: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr, PARTNERS: tl.constexpr,
     NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
+):  # fmt: skip
+    """The same products of PLAIN x with whole tiles fetched by the copy engine of Hopper, in the order of `rows`."""
+    if PDL:
+        if FETCH:
+            _into_l2(W, rows, first, K, FETCH * BK)
+        if NEXT_EACH:
+            _following_into_l2(NEXT, program, NEXT_EACH, NEXT_SIZE, NEXT_APART)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if PARTNERS == _APART:
+        a = tl.zeros((ROWS // 2, BM), tl.float32)
+        b = tl.zeros((ROWS // 2, BM), tl.float32)
+        for k in tl.range(first, first + SPAN, BK, num_stages=STAGES):
+            x = XD.load([0, k]).T
+            a = tl.dot(WD.load([tile * (ROWS // 2), k]), x, a)
+            b = tl.dot(WD.load([apart + tile * (ROWS // 2), k]), x, b)
+        acc = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, BM))
+    else:
+        acc = tl.zeros((ROWS, BM), tl.float32)
+        for k in tl.range(first, first + SPAN, BK, num_stages=STAGES):
+            acc = tl.dot(WD.load([tile * ROWS, k]), XD.load([0, k]).T, acc)
+        if PARTNERS > 0:  # halves of heads, whose rows alternate for the caller
+            acc = tl.permute(tl.reshape(acc, (ROWS // (2 * PARTNERS), 2, PARTNERS, BM)), (0, 2, 1, 3))
+            acc = tl.reshape(acc, (ROWS, BM))
+    return acc
+
+
+@triton.jit
+def products(
+    X, NORM_W, NORM_B, W, XD, WD, NEXT, PART, COUNT, rows, tile, batch, eps, apart,
+    K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    PARTNERS: tl.constexpr, NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """(P float32 [ROWS, BM], whether this program holds the whole of it). Program (tile, part) of a grid [tiles, SPLIT]."""
     SPAN: tl.constexpr = ((K + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
@@ -210,6 +246,12 @@ def products(
             X, NORM_W, NORM_B, W, NEXT, rows, program, part * SPAN, eps,
             K, SPAN, ROWS, BK, EVEN, AHEAD, FETCH, NORM, PDL, NEXT_EACH, NEXT_SIZE, NEXT_APART,
         )  # fmt: skip
+    elif TMA:
+        acc = _many_rows_by_tma(
+            XD, WD, W, NEXT, rows, tile, program, part * SPAN, apart,
+            K, SPAN, ROWS, BM, BK, FETCH, PDL, STAGES, PARTNERS, NEXT_EACH, NEXT_SIZE, NEXT_APART,
+        )  # fmt: skip
+        squares = tl.zeros((BM,), tl.float32)
     else:
         acc, squares = _many_rows(
             X, NORM_W, NORM_B, W, NEXT, rows, program, part * SPAN, batch, eps,
@@ -231,9 +273,19 @@ def products(
                 acc += tl.load(mine + i * ((ROWS + 1) * BM) + at, cache_modifier=".cg")
                 squares += tl.load(mine + i * ((ROWS + 1) * BM) + ROWS * BM + m, cache_modifier=".cg")
             tl.store(COUNT + tile, 0)  # for the next launch
-    if NORM == _RMS:
+    if NORM == _SCALED:
+        squares = summed(NORM_W, SUMS, BM)
+    if NORM and NORM != _LAYER:
         acc *= tl.rsqrt(squares / K + eps)[None, :]
     return acc, whole
+
+
+@triton.jit
+def summed(SUMS_OF, COUNT: tl.constexpr, BM: tl.constexpr):
+    """[BM]: the sum of COUNT parts [COUNT, BM], always in the same order."""
+    PADDED: tl.constexpr = triton.next_power_of_2(COUNT)
+    i, m = tl.arange(0, PADDED), tl.arange(0, BM)
+    return tl.sum(tl.load(SUMS_OF + i[:, None] * BM + m[None, :], mask=(i < COUNT)[:, None], other=0.0), 0)
 
 
 @triton.jit
@@ -268,6 +320,17 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """What stands for x behind an RMSNorm when the kernel that made x has gone half the way: 1/rms is applied to the product.
+
+    It costs that kernel some bytes and saves a launch, since a norm needs all of a row and a tile has a part of it.
+    """
+
+    y: torch.Tensor  # [T, K]: x * the norm's weights
+    sums: torch.Tensor  # f32[parts, columns]: sums of squares of x, in parts
+
+
+@dataclass(frozen=True)
 class Following:
     """The weights that the next product will read: a hint, nothing depends on it."""
 
@@ -280,15 +343,39 @@ class Following:
         return 0 if lines < 1 else 64 << (lines.bit_length() - 1)
 
 
+def normed(
+    x: torch.Tensor, norm: NormWeights, done: Scaled | bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], int, int]:
+    """(x, the norm's tensors, NORM, SUMS) for a kernel; `done`: x has been through the norm (True), or half the way."""
+    if isinstance(done, Scaled):
+        return done.y, (done.sums, done.sums), SCALED, len(done.sums)
+    bias = norm.weight if norm.bias is None else norm.bias
+    return x, (norm.weight, bias), PLAIN if done else RMS if norm.bias is None else LAYER, 0
+
+
+def descriptors(x: torch.Tensor, weight: torch.Tensor, tile: ProductTile, columns: int, apart: bool = False) -> tuple[Any, Any]:
+    """What the copy engine needs to fetch tiles of x [T, K] and weight [rows, K]; plain tensors where it is not used."""
+    if not tile.tma:
+        return x, weight
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    k = weight.shape[1]
+    rows = tile.rows // 2 if apart else tile.rows
+    return (
+        TensorDescriptor(x, list(x.shape), [k, 1], [columns, tile.k]),
+        TensorDescriptor(weight, list(weight.shape), [k, 1], [rows, tile.k]),
+    )
+
+
 def constants(
-    tile: ProductTile, columns: int, k: int, norm: int, programs: int = 1, following: Following | None = None
+    tile: ProductTile, columns: int, k: int, norm: int, programs: int = 1, following: Following | None = None, sums: int = 0
 ) -> dict[str, object]:
     """The compile-time arguments that every caller of `products` passes on, and the launch's own."""
     each = following.each(programs, tile.following) if following is not None and tile.pdl else 0
     return {
-        "NEXT_EACH": each, "NEXT_SIZE": following.weight.numel() if each and following is not None else 0,
+        "SUMS": sums, "NEXT_EACH": each, "NEXT_SIZE": following.weight.numel() if each and following is not None else 0,
         "NEXT_APART": following.apart if each and following is not None else 0,
         "K": k, "ROWS": tile.rows, "BM": columns, "BK": tile.k, "SPLIT": tile.split, "AHEAD": tile.ahead, "FETCH": tile.fetch,
-        "NORM": norm, "PDL": tile.pdl, "STAGES": tile.stages, "num_warps": tile.warps,
+        "NORM": norm, "PDL": tile.pdl, "STAGES": tile.stages, "TMA": tile.tma, "num_warps": tile.warps,
         **({"launch_pdl": True} if tile.pdl else {}),
     }  # fmt: skip

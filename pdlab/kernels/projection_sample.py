@@ -23,7 +23,7 @@ import triton.language as tl
 
 from pdlab.kernels.ops import HeadWeights, SamplingBatch
 from pdlab.kernels.product_tiles import ProductTile, columns_of
-from pdlab.kernels.products import LAYER, PLAIN, RMS, constants, products
+from pdlab.kernels.products import Scaled, constants, descriptors, normed, products
 
 LOGITS, GREEDY, RANDOM = 0, 1, 2  # what is made of the products
 _LOGITS, _RANDOM = tl.constexpr(LOGITS), tl.constexpr(RANDOM)
@@ -82,14 +82,42 @@ def winner(key):
     return tl.where(finite, 0x7FFFFFFF - (key & 0x7FFFFFFF), -1)
 
 
+@triton.jit
+def _enter_race(
+    logits, first, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS: tl.constexpr, BM: tl.constexpr,
+    WANT: tl.constexpr,
+):  # fmt: skip
+    """Sends the best of logits [ROWS, BM] for the activation rows from `first` on; 32 of those at a time, so that their noise
+    finds room in registers, and none for rows that nobody asked for."""
+    if BM > 32:
+        left, right = tl.split(tl.permute(tl.reshape(logits, (ROWS, 2, BM // 2)), (0, 2, 1)))
+        _enter_race(left, first, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS, BM // 2, WANT)
+        if first + BM // 2 < batch:
+            _enter_race(right, first + BM // 2, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS, BM // 2, WANT)
+    else:
+        m = first + tl.arange(0, BM)
+        real = m < batch
+        score = logits
+        if WANT == _RANDOM:
+            temperature = tl.load(TEMPERATURE + m, mask=real, other=0.0)
+            key1, key2 = noise_key(tl.load(SEED + m, mask=real, other=0), tl.load(POSITION + m, mask=real, other=0))
+            noise = gumbel(rows[:, None], key1[None, :], key2[None, :])
+            # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
+            hot = logits / tl.maximum(temperature, 1e-6)[None, :] + noise
+            score = tl.where((temperature > 0)[None, :], hot, logits)
+        score = tl.where(score == score, score, float("inf"))  # NaN must show, and no comparison finds it
+        best, at = tl.max(score, 0, return_indices=True)  # of equal scores the first; rows past the end repeat the last token
+        tl.atomic_max(BEST + m, race_key(best, tl.minimum(token + at, tl.max(rows, 0))), mask=real, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["batch"])
 def projection_sample_kernel(
-    X, NORM_W, NORM_B, W, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, eps, batch,
+    X, NORM_W, NORM_B, W, XD, WD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, eps, batch,
     VOCAB: tl.constexpr,
     WANT: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
-    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     token = tile * ROWS + tl.arange(0, ROWS)
@@ -97,25 +125,14 @@ def projection_sample_kernel(
     m = tl.arange(0, BM)
     real = m < batch
     acc, _ = products(
-        X, NORM_W, NORM_B, W, X, X, X, rows, tile, batch, eps,
-        K, ROWS, BM, BK, 1, AHEAD, FETCH, NORM, PDL, STAGES, NEXT_EACH, NEXT_SIZE, NEXT_APART,
+        X, NORM_W, NORM_B, W, XD, WD, X, X, X, rows, tile, batch, eps, 0,
+        K, ROWS, BM, BK, 1, AHEAD, FETCH, NORM, PDL, STAGES, TMA, 0, NEXT_EACH, NEXT_SIZE, NEXT_APART, SUMS,
     )  # fmt: skip
     if WANT == _LOGITS:
         at = m.to(tl.int64)[None, :] * VOCAB + token[:, None]
         tl.store(OUT + at, acc, mask=(token < VOCAB)[:, None] & real[None, :])
     else:
-        score = acc
-        if WANT == _RANDOM:
-            temperature = tl.load(TEMPERATURE + m, mask=real, other=0.0)
-            key1, key2 = noise_key(tl.load(SEED + m, mask=real, other=0), tl.load(POSITION + m, mask=real, other=0))
-            noise = gumbel(rows[:, None], key1[None, :], key2[None, :])
-            # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
-            hot = acc / tl.maximum(temperature, 1e-6)[None, :] + noise
-            score = tl.where((temperature > 0)[None, :], hot, acc)
-        score = tl.where(score == score, score, float("inf"))  # NaN must show, and no comparison finds it
-        best, at = tl.max(score, 0, return_indices=True)  # of equal scores the first
-        key = race_key(best, tl.minimum(tile * ROWS + at, VOCAB - 1))  # rows past the end repeat the last token
-        tl.atomic_max(BEST + m, key, mask=real, sem="relaxed")
+        _enter_race(acc, 0, rows, tile * ROWS, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS, BM, WANT)
         tl.debug_barrier()  # every thread's maximum comes before the release below
         if tl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
             won = tl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
@@ -134,23 +151,24 @@ class Race:
 
 def project(
     x: torch.Tensor, head: HeadWeights, want: int, sampling: SamplingBatch, tile: ProductTile, race: Race,
-    *, normed: bool = False,
+    *, done: Scaled | bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Tokens i64[S] (GREEDY, RANDOM) or float32 logits [S, V] (LOGITS) of x [S, H], contiguous, S up to MAX_SAMPLED.
 
-    A row with a logit that is NaN or infinite gets token -1. `normed`: x has been through the norm already. Rows of
+    A row with a logit that is NaN or infinite gets token -1. `done`: x has been through the norm, or half the way. Rows of
     temperature 0 are greedy under RANDOM too. `tile.split` is not used: a vocabulary has tiles enough.
     """
     rows, k = x.shape
     vocab = head.proj.shape[0]
     columns = columns_of(rows)
-    kind = PLAIN if normed else RMS if head.norm.bias is None else LAYER
+    x, of_norm, kind, sums = normed(x, head.norm, done)
     shape, dtype = ((rows, vocab), torch.float32) if want == LOGITS else ((rows,), torch.int64)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     norm = head.norm
     projection_sample_kernel[(triton.cdiv(vocab, tile.rows),)](
-        x, norm.weight, norm.weight if norm.bias is None else norm.bias, head.proj, sampling.temperature, sampling.seed,
-        sampling.position, out, race.best, race.done, norm.eps, rows, VOCAB=vocab, WANT=want,
-        **constants(tile, columns, k, kind),
+        x, *of_norm, head.proj,
+        *descriptors(x, head.proj, tile, columns), sampling.temperature, sampling.seed, sampling.position,
+        out, race.best, race.done, norm.eps, rows, VOCAB=vocab, WANT=want,
+        **constants(tile, columns, k, kind, sums=sums),
     )  # fmt: skip
     return out

@@ -105,17 +105,22 @@ def exact(case: Case) -> dict[str, torch.Tensor]:
         q, k = rotate(q), rotate(k)
     page, row = view.slots // case.page, view.slots % case.page
     view.k[page, :, row], view.v[page, :, row] = k, v
-    up = linear(exact_norm(x, w.mlp_norm), w.up, w.up_bias)
-    if case.gated:
+
+    def activate(up: torch.Tensor) -> torch.Tensor:
+        if not case.gated:
+            return torch.nn.functional.gelu(up, approximate="tanh")
         gate, value = up.chunk(2, -1)
-        up = gate * gate.sigmoid() * value
-    else:
-        up = torch.nn.functional.gelu(up, approximate="tanh")
+        return gate * gate.sigmoid() * value
+
+    up = activate(linear(exact_norm(x, w.mlp_norm), w.up, w.up_bias))
+    out = x + linear(more["attn"].flatten(1), w.out, w.out_bias)
+    behind = linear(exact_norm(out, w.mlp_norm), w.up, w.up_bias)
     return {
+        "up behind out": activate(behind),
         "q": q,
         "k": view.k,
         "v": view.v,
-        "out": x + linear(more["attn"].flatten(1), w.out, w.out_bias),
+        "out": out,
         "up": up,
         "down": x + linear(more["u"], w.down, w.down_bias),
     }
@@ -143,6 +148,7 @@ def errors(case: Case, tile: Callable[..., Any] | None, **options: Any) -> dict[
         for _ in range(2):  # the second launch finds what the first left behind
             got = {
                 "q": ops.norm_qkv_rope(x, w, rope, view),
+                "up behind out": ops.norm_mlp_up(ops.out_residual(more["attn"], x, w), w),
                 "out": ops.out_residual(more["attn"], x, w),
                 "up": ops.norm_mlp_up(x, w),
                 "down": ops.down_residual(more["u"], x, w),

@@ -21,7 +21,7 @@ from pdlab.kernels.filtered_sample import filtered_sample_kernel
 from pdlab.kernels.norm_product import GELU, SWIGLU, norm_product_kernel
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope_kernel
 from pdlab.kernels.product_tiles import ProductTile, columns_of, product_tile
-from pdlab.kernels.products import LAYER, PLAIN, RMS, constants
+from pdlab.kernels.products import LAYER, PLAIN, RMS, SCALED, constants
 from pdlab.kernels.projection_sample import RANDOM, projection_sample_kernel
 from pdlab.kernels.residual_product import residual_product_kernel
 from pdlab.kernels.row_kernels import norm_rows_kernel, rope_rows_kernel, silu_product_kernel
@@ -32,8 +32,8 @@ POINTERS = dict.fromkeys(
     ("X", "NORM_W", "NORM_B", "W", "BIAS", "Q", "KC", "VC", "U", "OUT", "GU", "QKV", "Q_NORM", "K_NORM", "B", "Y", "LOGITS"),
     "*bf16",
 )
-POINTERS["NEXT"] = "*bf16"
-POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
+POINTERS |= dict.fromkeys(("NEXT", "XD", "UD", "WD"), "*bf16")
+POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "SUMS_OF", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
 POINTERS |= dict.fromkeys(("POSITIONS", "SLOTS", "SEED", "POSITION", "BEST", "TOKENS"), "*i64")
 POINTERS |= dict.fromkeys(("COUNT", "DONE", "TOP_K"), "*i32")
 
@@ -45,7 +45,8 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
 
     def product(op: str, outputs: int, k: int, kind: int) -> dict[str, Any]:
         tile: ProductTile = tile_of(op, outputs, k, batch)
-        fixed = constants(tile, columns, k, kind if tile.norm_inside else PLAIN)
+        scaled = kind == RMS and batch > 1 and not tile.norm_inside
+        fixed = constants(tile, columns, k, SCALED if scaled else kind if tile.norm_inside else PLAIN, sums=64 * scaled)
         if tile.pdl and op != "projection_sample":  # as if it asked for 4 KB a program of what is read next
             fixed |= {"NEXT_EACH": 2048, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23 if op == "out_residual" else 0}
         return fixed
@@ -59,6 +60,7 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
     if kernel in ("out_residual", "down_residual"):
         k = c.q_size if kernel == "out_residual" else c.ffn_size
         fixed = product(kernel, c.hidden_size, k, PLAIN) | {"OUTPUTS": c.hidden_size, "BIASED": c.out_bias}
+        fixed["SCALES"] = rope and batch > 1
         return residual_product_kernel, fixed, {}
     if kernel == "norm_mlp_up":
         more = {"WIDTH": c.ffn_size, "ACTIVATION": SWIGLU if rope else GELU, "BIASED": c.mlp_bias}
@@ -82,12 +84,18 @@ def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], ca
     names = kernel.arg_names
     constant = {name: value for name, value in fixed.items() if name in names}
     kinds = POINTERS | types
+    if fixed.get("NORM") == SCALED:
+        kinds |= dict.fromkeys(("NORM_W", "NORM_B"), "*fp32")
+    if fixed.get("TMA"):
+        kinds |= dict.fromkeys(("XD", "UD"), f"tensordesc<bf16[{fixed['BM']}, {fixed['BK']}]>")
+        boxed = fixed["ROWS"] // (2 if fixed.get("ACTIVATION") == SWIGLU else 1)
+        kinds["WD"] = f"tensordesc<bf16[{boxed}, {fixed['BK']}]>"
     signature = {n: "constexpr" if n in constant else kinds.get(n, "fp32" if n == "eps" else "i32") for n in names}
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(n),): value for n, value in constant.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in kinds and n not in constant},
+        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")},
     )
     return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
 

@@ -23,6 +23,8 @@ Ask = Callable[..., Any]
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3}
 TILE = {"rows": 16, "k": 16, "split": 1, "ahead": 1, "fetch": 0, "warps": 4, "stages": 1}
 SHAPE = {"tokens": 1, "hidden": 40, "heads": 3, "kv_heads": 1, "dim": 12, "ffn": 21}
+BY_TMA = {"tma": True, "norm_inside": False}
+COPIED = {"hidden": 48, "ffn": 24, "dtype": "float16"}  # rows of a multiple of 16 bytes
 GPT2 = {"layer_norm": True, "gated": False, "rope": False, "biases": True}
 
 pytestmark = [
@@ -70,6 +72,8 @@ def ask() -> Iterator[Ask]:
         pytest.param({"tokens": 5, "biases": True}, {"split": 3}, id="five rows-biases-three programs a row"),
         pytest.param(GPT2 | {"tokens": 17, "hidden": 32, "dtype": "float16"}, {}, id="seventeen rows-gpt2-float16"),
         pytest.param({"tokens": 3, "qk_norm": True}, {"norm_inside": False}, id="three rows-q and k norms-norm apart"),
+        pytest.param({"tokens": 5, "dim": 16, **COPIED}, {"rows": 32, "split": 2, **BY_TMA}, id="five rows-copied in tiles"),
+        pytest.param(GPT2 | {"tokens": 18, "dim": 8, **COPIED}, BY_TMA, id="eighteen rows-gpt2-copied in tiles"),
     ],
 )
 def test_every_operation_matches_float64(ask: Ask, shape: dict[str, Any], tile: dict[str, Any]) -> None:
