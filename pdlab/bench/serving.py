@@ -7,6 +7,7 @@ that this calibrates says what the capacity is; then the same workload runs on e
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import json
 import math
 import multiprocessing
@@ -53,7 +54,7 @@ class Scale:
 
 def serving_config(**changes: Any) -> EngineConfig:
     """What the service under load is set to."""
-    return EngineConfig(estimator="learned", max_batch_tokens=2048, max_batch_requests=256, patience_s=30.0).with_(**changes)
+    return EngineConfig(estimator="learned", max_batch_tokens=2048, max_batch_requests=512, patience_s=30.0).with_(**changes)
 
 
 def scale_of(ctx: Context) -> Scale:
@@ -86,18 +87,25 @@ def warm_up(config: EngineConfig, longest: int) -> tuple[Workload, ...]:
     """Requests that meet every kind of step there is, so that no kernel is compiled and no library initialised later.
 
     Kernels differ by how long the longest chunk is, how many rows a step has and how many of them sample: prompts of all
-    sizes alone, the same beside decodes, and a crowd of short ones.
+    sizes alone and among others, short ones (the ends of chunked prompts are such) beside a few decodes and beside many, and
+    a crowd.
     """
     budget, rows = config.max_batch_tokens, config.max_batch_requests
-    sizes = {1, 2, 3, 5, 9, 16, 17, 24, 33, 48, 64, 65, 100, 129, 200, 257, 300, 400, 513, 700, 900, 1100, 1500, budget - 1}
+    short = (1, 2, 3, 5, 9, 16, 17, 33)
+    sizes = {*short, 24, 48, 64, 65, 100, 129, 200, 257, 300, 400, 513, 700, 900, 1100, 1500, budget - 1}
     prompts = [budget, *sorted(n for n in sizes if n < budget), budget + 5, 2 * budget + 100]
     prompts = [min(n, longest - 32) for n in prompts]
 
-    def closed(name: str, lengths: Iterable[int], output: int, clients: int) -> Workload:
-        return Workload(name, (Item(0.0, prompt_tokens=n, max_tokens=output) for n in lengths), 0, clients)
+    def closed(name: str, items: Iterable[tuple[int, int]], clients: int) -> Workload:
+        return Workload(name, (Item(0.0, prompt_tokens=n, max_tokens=out) for n, out in items), 0, clients)
 
-    crowd = [24, 40] * (rows // 2 + rows // 8)
-    return closed("alone", prompts, 2, 1), closed("beside", prompts, 16, 4), closed("crowd", crowd, 8, rows)
+    def tails(decodes: int) -> Workload:
+        return closed(f"beside {decodes}", [*[(24, 6 * len(short))] * decodes, *[(n, 1) for n in short]], decodes + 1)
+
+    few, many = min(2, rows - 1), min(70, rows - 1)
+    crowd = [(24, 8), (40, 8)] * (rows // 2 + rows // 8)
+    alone, among = [(n, 2) for n in prompts], [(n, 16) for n in prompts]
+    return closed("alone", alone, 1), closed("among", among, 4), tails(few), tails(many), closed("crowd", crowd, rows)
 
 
 def with_objectives(config: EngineConfig, step_seconds: Callable[[PlanShape], float]) -> EngineConfig:
@@ -153,10 +161,13 @@ class Session:
         After `seconds` what is left ends as aborted."""
         self._executor.reset()
         engine = Engine(config, self.model, Part(self._executor, self.slots), estimator or self.estimator)
+        gc.collect()
+        gc.disable()  # a collection among the many rows that are kept here stops the engine for tens of milliseconds
         try:
             until = None if seconds is None else engine.clock.now() + seconds
             outcome = replay(engine, workload, keep=True, seed=self.ctx.seed, until_s=until)
         finally:
+            gc.enable()
             engine.close()
         self.ctx.say(
             f"  {config.policy}, {config.batching}: {outcome.ended} requests in {outcome.seconds:.1f} s, "
