@@ -90,6 +90,12 @@ class EngineConfig:
     attention: str = "auto"
     ops: str = "auto"  # model operations: plain PyTorch (reference), or fused kernels; auto: fused from capability 8.0 on
     cuda_graphs: bool = True  # decode steps replay captured graphs; only where there is a CUDA device
+    # techniques of the fused operations, each where the device has it
+    dependent_launch: bool = True  # a kernel begins under the tail of the one before: programmatic dependent launch
+    weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn
+    weight_prefetch: bool = True  # the next product's weights are asked into the L2 cache
+    scaled_norms: bool = True  # several rows: the kernel that makes them goes half-way through the norm that follows
+    measured_tiles: bool = True  # tiles from the device's tuning table, else by rules
 
     # batching and scheduling
     batching: str = "continuous_chunked"

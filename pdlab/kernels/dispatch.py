@@ -140,7 +140,14 @@ def make_ops(config: EngineConfig, model_config: HeadShape, device: Any, dtype: 
     if _fused(config.ops, capability, name, model_config):
         from pdlab.kernels.fused_ops import FusedOps
 
-        return FusedOps(*arguments)
+        return FusedOps(
+            *arguments,
+            pdl=config.dependent_launch,
+            ring=config.weight_ring,
+            prefetch=config.weight_prefetch,
+            scale=config.scaled_norms,
+            measured=config.measured_tiles,
+        )
     return DispatchedOps(*arguments)
 
 
