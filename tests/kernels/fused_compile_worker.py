@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from pdlab.kernels.filtered_sample import filtered_sample_kernel
 from pdlab.kernels.norm_product import GELU, SWIGLU, norm_product_kernel
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope_kernel
-from pdlab.kernels.product_tiles import ProductTile, columns_of, product_tile
+from pdlab.kernels.product_tiles import ProductTile, RingTile, columns_of, product_tile
 from pdlab.kernels.products import LAYER, PLAIN, RMS, SCALED, constants
 from pdlab.kernels.projection_sample import RANDOM, projection_sample_kernel
 from pdlab.kernels.residual_product import residual_product_kernel
@@ -79,6 +79,23 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
     return filtered_sample_kernel, {"VOCAB": c.vocab_size, "BLOCK": 4096, "num_warps": 16}, {"LOGITS": "*fp32"}
 
 
+def ring_job(kernel: str, c: Any, tile: RingTile) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """As `job`, for the kernels of one row on Hopper."""
+    from pdlab.kernels import ring_kernels as rings
+
+    k = c.ffn_size if kernel == "ring_residual_product" else c.hidden_size
+    fixed: dict[str, Any] = {"K": k, "PANELS": tile.panels, "STAGES": tile.stages, "num_warps": rings.WARPS, "launch_pdl": True}
+    fixed |= {"NEXT_EACH": 32768, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23}
+    if kernel == "ring_norm_product":
+        return rings.ring_norm_product_kernel, fixed | {"WIDTH": c.ffn_size, "GATED": True}, {}
+    if kernel == "ring_residual_product":
+        return rings.ring_residual_product_kernel, fixed | {"OUTPUTS": c.hidden_size}, {}
+    if kernel == "ring_norm_qkv_rope":
+        heads = {"HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads, "HALF": c.head_dim // 2, "PAGE": 16}
+        return rings.ring_norm_qkv_rope_kernel, fixed | heads, {}
+    return rings.ring_project_kernel, fixed | {"VOCAB": c.vocab_size, "WANT": RANDOM}, {"OUT": "*i64"}
+
+
 def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], capability: tuple[int, int]) -> Any:
     options = {name: fixed[name] for name in ("num_warps", "launch_pdl") if name in fixed}
     names = kernel.arg_names
@@ -91,7 +108,15 @@ def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], ca
         boxed = fixed["ROWS"] // (2 if fixed.get("ACTIVATION") == SWIGLU else 1)
         kinds["WD"] = f"tensordesc<bf16[{boxed}, {fixed['BK']}]>"
     signature = {n: "constexpr" if n in constant else kinds.get(n, "fp32" if n == "eps" else "i32") for n in names}
-    source = ASTSource(
+    source_of = ASTSource
+    if getattr(kernel, "is_gluon", lambda: False)():
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_of = GluonASTSource
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        signature["WD"] = f"tensordesc<bf16[64, 64],{layout!r}>"
+    source = source_of(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(n),): value for n, value in constant.items()},
@@ -102,7 +127,11 @@ def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], ca
 
 def compile_job(kernel: str, capability: tuple[int, int], model: str, batch: int) -> dict[str, Any]:
     tuning = Tuning("no-such-device", capability, 132, 50 << 20)
-    built = compile_kernel(*job(kernel, config_of(model), batch, lambda *facts: product_tile(tuning, *facts)), capability)
+    if kernel.startswith("ring_"):
+        parts = ring_job(kernel, config_of(model), RingTile(1, 6))
+    else:
+        parts = job(kernel, config_of(model), batch, lambda *facts: product_tile(tuning, *facts))
+    built = compile_kernel(*parts, capability)
     answer = {"shared": built.metadata.shared, "warps": built.metadata.num_warps, "room": tuning.shared_bytes}
     return answer | resources(built.asm["cubin"])
 

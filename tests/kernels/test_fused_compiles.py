@@ -17,11 +17,13 @@ triton = pytest.importorskip("triton")
 import pdlab.kernels  # noqa: E402
 
 PRODUCTS = ("norm_qkv_rope", "out_residual", "norm_mlp_up", "down_residual", "projection_sample")
+RINGS = ("ring_norm_product", "ring_norm_qkv_rope", "ring_residual_product", "ring_project")
 ROWS = ("norm_rows", "rope_rows", "silu_product", "filtered_sample")
 GENERATIONS = ((8, 0), (8, 9), (9, 0))
 SHIPPED = [(name, (9, 0), "llama-1b", batch) for name in PRODUCTS for batch in (1, 32)]
 SHIPPED += [("norm_mlp_up", capability, "llama-3-8b", batch) for capability in ((8, 0), (8, 9)) for batch in (1, 64)]
 SHIPPED += [(name, (8, 0), "qwen3-8b", 1) for name in ROWS]
+SHIPPED += [(name, (9, 0), "llama-1b", 1) for name in RINGS]
 RARE = [
     (name, capability, model, batch)
     for name in PRODUCTS
@@ -30,6 +32,7 @@ RARE = [
     for batch in (1, 8, 64)
 ]
 RARE += [("projection_sample", capability, "llama-3-8b", batch) for capability in GENERATIONS for batch in (128, 256)]
+RARE += [(name, (9, 0), model, 1) for name in RINGS for model in ("llama-2-7b", "llama-3-8b", "qwen3-0.6b")]
 RARE += [(name, capability, "gpt2-xl", 1) for name in ROWS for capability in GENERATIONS]
 pytestmark = pytest.mark.xdist_group("compiled_fused")  # one process fills the cache for all
 RESERVED = 1024  # bytes of each block's shared memory that CUDA keeps (CUDA programming guide, compute capabilities)
@@ -67,6 +70,8 @@ def check(jobs: list[Job], job: Job, request: pytest.FixtureRequest, environment
     assert found["shared"] + RESERVED <= found["room"], f"a block does not fit: {found}"
     if job[0] in PRODUCTS:
         assert (found["HMMA"] + found["HGMMA"] > 0) == (job[3] > 1), "matrix instructions where there are several rows"
+    if job[0] in RINGS:
+        assert found["HGMMA"] > 0
 
 
 @pytest.mark.parametrize("job", SHIPPED, ids=label)
