@@ -31,17 +31,20 @@ if TYPE_CHECKING:
 
 Switches = frozenset[str]
 
-PLAIN: dict[str, Any] = {"attention": "plain", "ops": "reference", "cuda_graphs": False, "steps_in_flight": 1}
+PLAIN: dict[str, Any] = {
+    "attention": "plain", "ops": "reference", "cuda_graphs": False, "steps_in_flight": 1, "dependent_launch": False,
+    "weight_prefetch": False, "weight_ring": False,
+}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "graph": {"cuda_graphs": True},
     "attention": {"attention": "auto"},
     "fused": {"ops": "auto"},
-    "dependent": {},  # this one and the next two are properties of the fused operations, see OF_FUSED
-    "prefetch": {},
-    "ring": {},
+    "dependent": {"dependent_launch": True},
+    "prefetch": {"weight_prefetch": True},
+    "ring": {"weight_ring": True},
     "two_steps": {"steps_in_flight": 2},
 }
-OF_FUSED = {"dependent": "pdl", "prefetch": "prefetch", "ring": "ring"}  # switch -> attribute of FusedOps
+OF_FUSED = ("dependent", "prefetch", "ring")  # techniques of the fused operations, without which they change nothing
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)
 
@@ -97,12 +100,7 @@ def make_llm(loaded: Loaded, switches: Iterable[str], *, length: int, batch: int
         kv_capacity_tokens=batch * (-(-length // page) + 1) * page,
         **(changes | more),
     )
-    llm = LLM(loaded, config)
-    ops: Any = llm.model.ops if llm.model is not None else None
-    for switch, attribute in OF_FUSED.items():  # on by default, where the device has it
-        if switch not in here and hasattr(ops, attribute):
-            setattr(ops, attribute, False)
-    return llm
+    return LLM(loaded, config)
 
 
 def stream_seconds(llm: LLM, prompt: int, new: int, seed: int) -> float:

@@ -129,9 +129,9 @@ def operations(config: ModelConfig, ctx: Context) -> dict[str, ModelOps]:
     from pdlab.kernels.dispatch import make_ops
     from pdlab.kernels.reference import ReferenceOps
 
-    engine = EngineConfig(max_batch_requests=max(BATCHES[ctx.profile]), page_size=PAGE)
-    ours: Any = make_ops(engine, config, ctx.device, ctx.dtype)
-    ours.prefetch = False  # there is no next product here whose weights could be asked for
+    # there is no next product here whose weights could be asked for
+    engine = EngineConfig(max_batch_requests=max(BATCHES[ctx.profile]), page_size=PAGE, weight_prefetch=False)
+    ours = make_ops(engine, config, ctx.device, ctx.dtype)
     return {"ours": ours, "unfused": ReferenceOps()} if getattr(ours, "fused", False) else {"unfused": ReferenceOps()}
 
 
