@@ -19,7 +19,7 @@ from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.norm_product import GELU, NOTHING, SWIGLU, norm_product
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope
 from pdlab.kernels.ops import HeadWeights, LayerWeights, NormWeights, RopeTable, SampleResult, SamplingBatch
-from pdlab.kernels.product_tiles import MAX_ROWS, ProductTile, RingTile, product_rule, product_tile, ring_tile
+from pdlab.kernels.product_tiles import MAX_ROWS, ProductTile, RingTile, product_rule, product_tile, ring_tile, rows_ring_tile
 from pdlab.kernels.products import Following, Scaled, Workspace
 from pdlab.kernels.projection_sample import GREEDY, LOGITS, MAX_SAMPLED, RANDOM, Race, project
 from pdlab.kernels.reference_sampling import sample_from_logits
@@ -50,6 +50,7 @@ class FusedOps(DispatchedOps):
         super().__init__(*args)
         self.pdl, self.ring = pdl and self.tuning.capability >= (9, 0), ring and self.tuning.capability == (9, 0)
         self.prefetch, self.scale, self.measured = prefetch, scale, measured
+        self.ring_rows = self.ring
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self._scaled: tuple[torch.Tensor, NormWeights, Scaled] | None = None  # the last x that was made, and what stands for it
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
@@ -70,6 +71,21 @@ class FusedOps(DispatchedOps):
         tile = ring_tile(self.tuning if self.measured else None, op, outputs, k)
         return tile and replace(tile, pdl=self.pdl)
 
+    def rows_ring(self, op: str, weight: torch.Tensor, tokens: int, *biases: torch.Tensor | None) -> RingTile | None:
+        """The same for 2 to MAX_ROWS rows."""
+        outputs, k = weight.shape
+        fits = self.ring and self.ring_rows and 1 < tokens <= MAX_ROWS and weight.element_size() == 2 and k % 64 == 0
+        if not fits or any(b is not None for b in biases):
+            return None
+        tile = rows_ring_tile(self.tuning if self.measured else None, op, outputs, k, tokens)
+        return tile and replace(tile, pdl=self.pdl)
+
+    @property
+    def rows(self) -> Any:
+        from pdlab.kernels import ring_rows
+
+        return ring_rows
+
     @property
     def rings(self) -> Any:
         """The kernels of Hopper alone, imported where they run."""
@@ -82,6 +98,12 @@ class FusedOps(DispatchedOps):
         if weight is None or not self.prefetch:
             return None
         return Following(weight, weight.numel() // 2 if gated else 0)
+
+    def _behind(self, x: torch.Tensor, norm: NormWeights) -> tuple[torch.Tensor, Scaled | None]:
+        """x as a ring wants it: half-way through the norm, or behind it."""
+        if self._scaled is not None and self._scaled[0] is x and self._scaled[1] is norm:
+            return x, self._scaled[2]
+        return norm_rows(x, norm, pdl=self.pdl), None
 
     def _normed(self, x: torch.Tensor, norm: NormWeights, tile: ProductTile) -> tuple[torch.Tensor, Scaled | bool]:
         """x as the product's kernel wants it, and whether it has been through the norm already, or half the way."""
@@ -98,6 +120,11 @@ class FusedOps(DispatchedOps):
             return rope_rows(packed, w, rope, view, pdl=ring.pdl)
         if ring is not None and rope is not None and view.k.shape[3] % 8 == 0:
             return self.rings.ring_norm_qkv_rope(x, w, rope, view, ring, self._following(w.out))
+        rows = self.rows_ring("norm_qkv_rope", w.qkv, len(x), w.qkv_bias, w.attn_norm.bias)
+        if rows is not None and rope is not None and w.q_norm is None and view.k.shape[3] in (64, 128):
+            y, half = self._behind(x, w.attn_norm)
+            more = {"done": half, "following": self._following(w.out)}
+            return self.rows.ring_rows_qkv_rope(y, w, rope, view, rows, self.workspace, **more)
         tile = self.tile("norm_qkv_rope", w.qkv, len(x))
         x, done = self._normed(x, w.attn_norm, tile)
         if w.q_norm is not None:  # needs a whole head at once
@@ -122,6 +149,11 @@ class FusedOps(DispatchedOps):
         if (ring := self.ring_tile(op, weight, len(x), bias)) is not None:
             return self.rings.ring_residual_product(u, weight, x, ring, following)
         scales = norm if self.scale and len(x) > 1 and norm is not None and norm.bias is None else None
+        rows = self.rows_ring(op, weight, len(x), bias)
+        if rows is not None:
+            made = self.rows.ring_rows_residual(u, weight, x, rows, self.workspace, norm=scales, following=following)
+            self._scaled = None if made[1] is None or norm is None else (made[0], norm, made[1])
+            return made[0]
         tile = self.tile(op, weight, len(x))
         out, scaled = residual_product(u, weight, bias, x, tile, self.workspace, following=following, norm=scales)
         self._scaled = None if scaled is None or norm is None else (out, norm, scaled)
@@ -135,6 +167,11 @@ class FusedOps(DispatchedOps):
         ring = None if w.mlp_norm.bias is not None else self.ring_tile("norm_mlp_up", w.up, len(x), w.up_bias)
         if ring is not None and activation == SWIGLU:
             return self.rings.ring_norm_product(x, w.mlp_norm, w.up, activation, ring, self._following(w.down))
+        rows = self.rows_ring("norm_mlp_up", w.up, len(x), w.up_bias, w.mlp_norm.bias)
+        if rows is not None and activation == SWIGLU:
+            y, half = self._behind(x, w.mlp_norm)
+            more = {"done": half, "following": self._following(w.down)}
+            return self.rows.ring_rows_up(y, w.mlp_norm.eps, w.up, rows, self.workspace, **more)
         tile = self.tile("norm_mlp_up", w.up, len(x))
         x, done = self._normed(x, w.mlp_norm, tile)
         return norm_product(

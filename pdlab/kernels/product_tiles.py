@@ -31,9 +31,9 @@ class ProductTile:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Of a ring_product: one activation row, Hopper."""
+    """Of ring_product and ring_rows, Hopper."""
 
-    panels: int  # of 64 columns of both halves of a tile that a stage holds: 16 KB each
+    panels: int  # of 64 columns of both halves of a tile that a stage holds: 16 KB each; 1 with several rows
     stages: int
     pdl: bool = True
     following: int = 0  # as ProductTile's
@@ -60,6 +60,15 @@ def ring_tile(tuning: Tuning | None, op: str, outputs: int, k: int) -> RingTile 
         tile = RingTile(**{f.name: entry[f.name] for f in fields(RingTile) if f.name in entry})
         return tile if tile.stages else None
     return RingTile(1, 6)  # 96 KB of weights on their way, so that the next kernel's ring finds room beside
+
+
+def rows_ring_tile(tuning: Tuning | None, op: str, outputs: int, k: int, batch: int) -> RingTile | None:
+    """The same for several rows: the table's "rows_ring_tiles", else a rule."""
+    entry = tuning and first_match(table(tuning.device).get("rows_ring_tiles", []), op=op, outputs=outputs, k=k, batch=batch)
+    if entry:
+        tile = RingTile(**{f.name: entry[f.name] for f in fields(RingTile) if f.name in entry})
+        return tile if tile.stages else None
+    return RingTile(1, {16: 6, 32: 5, 64: 4}[columns_of(batch)])
 
 
 def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> ProductTile:

@@ -309,13 +309,18 @@ class Workspace:
 
     def fit(self, tiles: int, tile: ProductTile, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(parts, counters) for a launch of `tiles` tiles."""
-        floats = tiles * tile.split * (tile.rows + 1) * columns if tile.split > 1 else 0
+        if tile.split == 1:
+            return self.part, self.count
+        return self.room(tiles * tile.split * (tile.rows + 1) * columns, tiles)
+
+    def room(self, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(parts, counters) of at least these sizes."""
         if self.part.numel() < floats:
             self._outgrown.append(self.part)
             self.part = torch.empty(floats, dtype=torch.float32, device=self.device)
-        if tile.split > 1 and self.count.numel() < tiles:
+        if self.count.numel() < counters:
             self._outgrown.append(self.count)
-            self.count = torch.zeros(tiles, dtype=torch.int32, device=self.device)
+            self.count = torch.zeros(counters, dtype=torch.int32, device=self.device)
         return self.part, self.count
 
 
