@@ -28,21 +28,13 @@ class Batching(ABC):
 class ContinuousChunked(Batching):
     """Every running request decodes in every step; what is left of the budget goes to prompts, in chunks.
 
-    Promise: a step has at most `max_batch_tokens` tokens, and no prompt, however long, makes a decode wait, unless the
-    policy has objectives and says that every stream is ahead of its own (Policy.holds_decodes).
+    Promise: a step has at most `max_batch_tokens` tokens, and no prompt, however long, makes a decode wait.
     """
 
     name = "continuous_chunked"
 
     def compose(self, step: Draft) -> None:
-        held = step.decodes_held()
-        if not held:
-            step.decode_all()
-        self._prompts(step)
-        if held and not step.chunks:
-            step.decode_all()
-
-    def _prompts(self, step: Draft) -> None:
+        step.decode_all()
         for request in step.candidates():
             if step.left <= 0:
                 return

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdlab.core.plan import PlanShape
 from pdlab.core.request import Request
 from pdlab.costs.interface import Estimator
 from pdlab.scheduler.interface import Policy
-from pdlab.scheduler.policies import Lazily
+from pdlab.scheduler.policies import Lazily, Remembered
 
-LATE_PART = 1 / 8  # the share of a step's budget that late prompts may fill while there is little of them
-MOST_GAP = 3  # per-token objectives between two tokens while a burst of prompts is served
+LEAST_CHUNK = 256  # tokens: less of a large prompt at a time costs more than it gives
+LARGE_STEP = 0.6  # of a full step of ordinary prompts: what a step with a large one may take, and twice that at `patience`
 
 
 def first_token_due(request: Request, ttft_s: float) -> float:
@@ -47,18 +47,17 @@ def objectives_met(
 class EarliestDeadline(Policy):
     """As many first tokens in time as can be; who cannot be in time waits for room, but not longer than `patience`.
 
-    Three groups, served one after another:
+    Four groups, served one after another:
 
     1. who has waited `patience`, in order of arrival;
     2. a set of requests that can all be in time, earliest deadline first: the waiting ones are taken by deadline, and when
        the work taken no longer fits before the next deadline, the longest of them is left out (Moore 1968: no other choice
        leaves fewer late). Work is prefill seconds in steps of the usual budget, decodes and all;
-    3. those left out and those already late, shortest first: they use what the second group leaves of a step, up to a
-       share of its budget, so that whoever arrives meanwhile finds a short step. The share is an eighth while they are few
-       and grows with their work, to the whole budget when that is half of `patience`: they never pile up.
-
-    When the second group holds more than a step's prompts, a step is given to prompts alone (`holds_decodes`), so long as
-    every stream stays on its schedule (see next_token_due) and no gap between two tokens exceeds MOST_GAP objectives.
+    3. those left out and those already late, shortest first: what the second group leaves of a step is theirs, for the
+       sooner they are done the fewer follow them;
+    4. the large ones, which could not be in time if they were alone. They get steps in which nobody else's prompt is
+       computed, and no more of one than keeps it shorter than a full step of ordinary prompts, for whoever arrives
+       meanwhile waits for its end. The longer the first of them has waited, the longer their steps may be.
 
     Promise: nobody who arrives later than arrival(r) + patience is served before r, so the bound of AgedShortestFirst holds
     with headstart = patience. Gives up first whose stream is furthest ahead of its own schedule.
@@ -68,50 +67,64 @@ class EarliestDeadline(Policy):
 
     def __init__(self, ttft_s: float, per_token_s: float, patience_s: float, step_tokens: int) -> None:
         self.ttft_s, self.per_token_s, self.patience_s, self.step_tokens = ttft_s, per_token_s, patience_s, step_tokens
-        self._late: set[int] = set()
-        self._late_tokens = 1  # of a step, for all of them together
-        self._times: tuple[float, float, float] = math.nan, 0.0, 0.0  # when step_times was asked, and its answer
-        self._ordered_at, self._held_at = math.nan, math.nan  # when order and holds_decodes were last asked, and said yes
-
-    def step_times(self, running: Sequence[Request], now: float, estimator: Estimator) -> tuple[float, float]:
-        """Seconds of a full step of prompts alone, and of one that also decodes; both worked out once a step."""
-        if self._times[0] != now:
-            context = [r.num_tokens for r in running if r.output_token_ids]
-            decodes = len(context)
-            left = max(1, self.step_tokens - decodes)
-            mixed = estimator.step_seconds(PlanShape(((left, 0),), decodes, sum(context), 0, decodes + 1))
-            alone = estimator.prefill_seconds(self.step_tokens)
-            self._times = now, alone, max(mixed, 1e-9) * self.step_tokens / left
-        return self._times[1:]
+        self._seconds = Remembered()
+        self._large: set[int] = set()
+        self._price: Callable[[PlanShape], float] = lambda shape: 0.0
+        self._decodes = PlanShape()  # those of the step that is being planned
+        self._full_step_s = self._large_step_s = 0.0
 
     def order(
         self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
     ) -> tuple[Sequence[Request], Sequence[Request]]:
-        self._ordered_at = now
-        alone, mixed = self.step_times(running, now, estimator)
-        stretch = max(1.0, mixed / max(alone, 1e-9))
+        stretch = self._prepare(running, estimator)
+        self._seconds.forget_all_but(waiting, running)
         aged: list[Request] = []
         late: list[tuple[float, float, int, Request]] = []
+        large: list[Request] = []
         hopeful: list[tuple[float, float, int, Request, float]] = []
         for r in waiting:
             due = next_token_due(r, self.ttft_s, self.per_token_s)
-            seconds = stretch * estimator.remaining_if(r, 0)
+            seconds = stretch * self._prompt_seconds(r, estimator)
             if now >= r.arrival_s + self.patience_s:
                 aged.append(r)
-            elif now + seconds > due:
-                late.append((seconds, r.arrival_s, r.request_id, r))
-            else:
+            elif now + seconds <= due:
                 hopeful.append((due, r.arrival_s, r.request_id, r, seconds))
+            elif r.arrival_s + estimator.prefill_seconds(r.num_tokens) > due:
+                large.append(r)
+            else:
+                late.append((seconds, r.arrival_s, r.request_id, r))
         hopeful.sort()
         dropped = self._dropped(hopeful, now)
         in_time = [r for _, _, number, r, _ in hopeful if number not in dropped]
         late += [(seconds, arrival, number, r) for _, arrival, number, r, seconds in hopeful if number in dropped]
-        aged.sort(key=lambda r: (r.arrival_s, r.request_id))
-        self._late = {number for _, _, number, _ in late}
-        share = min(1.0, max(LATE_PART, sum(seconds for seconds, *_ in late) / (0.5 * self.patience_s)))
-        self._late_tokens = max(1, int(share * self.step_tokens))
-        order = aged + in_time + [r for _, _, _, r in sorted(late)]
+        for group in (aged, large):
+            group.sort(key=lambda r: (r.arrival_s, r.request_id))
+        self._large = {r.request_id for r in large}
+        if large:
+            self._large_step_s = LARGE_STEP * self._full_step_s * (1 + (now - large[0].arrival_s) / self.patience_s)
+        order = aged + in_time + [r for _, _, _, r in sorted(late)] + large
         return order, Lazily(lambda: sorted(running, key=self._ahead, reverse=True))
+
+    def _prepare(self, running: Sequence[Request], estimator: Estimator) -> float:
+        """How much slower prompts are computed beside the decodes than alone; takes down what `chunk` will ask."""
+        some = [r.num_tokens for r in running[:: max(1, len(running) // 32)] if r.output_token_ids]
+        context = sum(some) * len(running) // max(1, len(some))
+        left = max(1, self.step_tokens - len(running))
+        self._price, self._decodes = estimator.step_seconds, PlanShape((), len(running), context, 0, len(running))
+        self._full_step_s = self._step_seconds(left, 0)
+        alone = estimator.prefill_seconds(self.step_tokens)
+        return max(1.0, self._full_step_s * self.step_tokens / left / max(alone, 1e-9))
+
+    def _step_seconds(self, tokens: int, context: int) -> float:
+        """Of a step that computes `tokens` of one prompt beside the decodes."""
+        d = self._decodes
+        return self._price(PlanShape(((tokens, context),), d.decode_count, d.decode_kv_tokens, 0, d.decode_count + 1))
+
+    def _prompt_seconds(self, request: Request, estimator: Estimator) -> float:
+        """Seconds alone to the request's next token; asked once while it waits."""
+        if request.num_computed:
+            return estimator.remaining_if(request, 0)
+        return self._seconds.get(request, lambda r: estimator.remaining_if(r, 0))
 
     @staticmethod
     def _dropped(hopeful: list[tuple[float, float, int, Request, float]], now: float) -> set[int]:
@@ -128,34 +141,19 @@ class EarliestDeadline(Policy):
                 dropped.add(left_out)
         return dropped
 
-    def holds_decodes(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
-        held = self._may_hold(prompts, running, now, estimator)
-        self._held_at = now if held else math.nan
-        return held
-
-    def _may_hold(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
-        urgent = 0
-        for r in prompts:  # the cheap question first: most steps end here
-            if now + estimator.remaining_if(r, 0) <= next_token_due(r, self.ttft_s, self.per_token_s):
-                urgent += r.num_tokens - r.num_computed
-        streams = [r for r in running if r.last_token_s is not None]
-        if urgent <= self.step_tokens - len(streams):
-            return False
-        alone, mixed = self.step_times(running, now, estimator)
-        next_token = now + alone / 2 + mixed
-        for r in streams:
-            own = self.per_token_s if r.per_token_deadline_s is None else r.per_token_deadline_s
-            last = now if r.last_token_s is None else r.last_token_s
-            if next_token > min(next_token_due(r, self.ttft_s, self.per_token_s), last + MOST_GAP * own):
-                return False
-        return True
-
     def chunk(self, request: Request, left: int, used: int) -> int:
-        if request.request_id in self._late:
-            return max(0, min(left, self._late_tokens - used))
-        # prompts alone are as quick in short steps, and whose prompt is complete need not wait for the others'
-        held = self._held_at == self._ordered_at
-        return max(0, min(left, max(1, self.step_tokens // 2) - used)) if held else left
+        if request.request_id not in self._large:
+            return left
+        if used:
+            return 0
+        context = request.num_scheduled
+        most = min(left, request.num_tokens - context)
+        least = min(most, LEAST_CHUNK)
+        # a step's time is close to linear in a chunk's tokens
+        low, high = self._step_seconds(least, context), self._step_seconds(most, context)
+        if high <= self._large_step_s:
+            return most
+        return least if low >= self._large_step_s else least + int((most - least) * (self._large_step_s - low) / (high - low))
 
     def _ahead(self, request: Request) -> tuple[float, int]:
         return next_token_due(request, self.ttft_s, self.per_token_s), request.request_id

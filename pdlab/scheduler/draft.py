@@ -42,14 +42,6 @@ class Draft:
     def running(self) -> int:
         return len(self.scheduler.running)
 
-    def decodes_held(self) -> bool:
-        """Whether the policy wants this step for prompts alone."""
-        s = self.scheduler
-        if not s.policy_holds or not (s.waiting or s.prefilling) or len(s.running) == len(s.prefilling):
-            return False
-        prompts, running = [*s.prefilling.values(), *s.waiting.values()], list(s.running.values())
-        return s.policy.holds_decodes(prompts, running, self.now, s.estimator)
-
     def decode_all(self) -> None:
         """One token for every request past its prompt, save those whose last token is already on its way and those that
         wait for memory which steps in flight still read."""
@@ -70,7 +62,8 @@ class Draft:
         s = self.scheduler
         admissible = bool(s.waiting) and bool(s.rows or s.policy_preempts) and not self.preempted
         begun = dict(s.prefilling)
-        ordered = self.order()[0] if admissible or len(begun) > 1 else begun.values()
+        asks = admissible or len(begun) > 1 or (begun and s.policy_limits)
+        ordered = self.order()[0] if asks else begun.values()
         for request in ordered:
             if request.status is Status.RUNNING if request.request_id in begun else admissible:
                 yield request

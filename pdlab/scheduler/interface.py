@@ -28,11 +28,6 @@ class Policy(ABC):
         would give up for it (see `preempts`).
         """
 
-    def holds_decodes(self, prompts: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator) -> bool:
-        """Whether this step should be given to `prompts` alone, because every running stream can spare its next token.
-        Asked only where it is overridden, and only by batchings that mix prompts and decodes."""
-        return False
-
     def chunk(self, request: Request, left: int, used: int) -> int:
         """How many prompt tokens `request` may have in this step, of `left` that the budget still holds; `used` went to
         prompts before it. A policy that gives less keeps the step short for those who may arrive during it."""

@@ -41,7 +41,7 @@ class Scheduler:
         self.allocator, self.policy, self.batching, self.estimator = allocator, policy, batching, estimator
         self.compactor = Compactor(config, allocator)
         self.policy_preempts = type(policy).preempts is not Policy.preempts
-        self.policy_holds = type(policy).holds_decodes is not Policy.holds_decodes
+        self.policy_limits = type(policy).chunk is not Policy.chunk
         # a request runs only if its decode always has a place in the budget
         pages = -(-max_len // allocator.page_size) + 1 if allocator.kind == "paged" else 0
         self.rows = Rows(min(config.max_batch_requests, config.max_batch_tokens), pages)

@@ -205,6 +205,44 @@ def test_a_hopeless_request_makes_room_for_one_that_can_be_in_time():
     assert admitted([hopeless, hopeful]) == [1, 0]
 
 
+class Priced(Guesses):
+    """A step takes a second, and a hundredth more for each prompt token."""
+
+    def step_seconds(self, shape):
+        return 1.0 + 1e-2 * shape.prefill_tokens
+
+    def prefill_seconds(self, tokens):
+        return 1e-2 * tokens
+
+
+def test_a_prompt_that_cannot_be_in_time_gets_steps_of_its_own_and_delays_nobody():
+    engine = make_engine(Priced(), policy="deadline", max_batch_tokens=512, page_size=64, capacity=65536, patience_s=1000.0)
+    large = add(engine, 3000, 1, ttft_deadline_s=10.0)  # it takes 30 s alone
+    chats = [add(engine, 40, 4, ttft_deadline_s=900.0) for _ in range(3)]
+    run(engine)
+    assert sum(row.prefill_tokens for row in engine.trace) == 3000 + 3 * 40
+    assert engine.trace[0].prefill_tokens == 120, "those who can be in time share the first step, and nobody else's is in it"
+    assert max(r.first_token_s for r in chats) == 1.0
+    assert large.finished
+
+
+def test_a_step_with_a_large_prompt_is_shorter_than_a_full_one_until_patience_runs_short():
+    engine = make_engine(
+        Priced(), policy="deadline", max_batch_tokens=1000, page_size=64, capacity=65536, patience_s=10.0,
+        ttft_objective_s=1.0,
+    )  # fmt: skip
+    policy, large = engine.scheduler.policy, add(engine, 3500, 1)
+    chunks = []
+    for now in (0.0, 5.0, 9.0):
+        policy.order([large], [], now, engine.estimator)
+        chunks.append(policy.chunk(large, 1000, 0))
+        assert policy.chunk(large, 900, 100) == 0, "never beside somebody else's prompt"
+    # a full step takes 11 s, so 6.6, 9.9 and 12.54 s
+    assert chunks == [pytest.approx(560, abs=1), pytest.approx(890, abs=1), 1000]
+    policy.order([large], [], 10.0, engine.estimator)
+    assert policy.chunk(large, 900, 100) == 900, "whoever waited out patience is served like anybody"
+
+
 def test_due_times_and_goodput_follow_their_definition():
     engine = make_engine()
     r = add(engine, 4, 8, arrival_s=0.0, ttft_deadline_s=3.0, per_token_deadline_s=0.5)
