@@ -38,11 +38,31 @@ def test_every_operation_matches_float64(shape: str, tokens: int) -> None:
     assert max(found.values()) < TOLERANCE["bfloat16"], found
 
 
+@pytest.mark.parametrize("technique", ["pdl", "ring", "prefetch", "scale", "measured"])
 @pytest.mark.parametrize("tokens", [1, 13])
-def test_launches_need_not_be_programmatic(tokens: int) -> None:
+def test_without_any_one_technique_the_results_are_the_same(tokens: int, technique: str) -> None:
     case = Case(tokens=tokens, page=16, dtype="float16", device="cuda", **SHAPES["llama-1b"])
-    found = errors(case, None, pdl=False)
+    found = errors(case, None, **{technique: False})
     assert max(found.values()) < TOLERANCE["float16"], found
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 48, 64])
+def test_rows_of_equal_stretches_agree_with_tiles(tokens: int) -> None:
+    """Whatever programs share a tile: shapes with heads of 64 and of 128."""
+    for shape in ("llama-1b", "llama-2-7b"):
+        found = errors(Case(tokens=tokens, page=16, dtype="bfloat16", device="cuda", seed=tokens, **SHAPES[shape]), None)
+        assert max(found.values()) < TOLERANCE["bfloat16"], found
+
+
+def test_one_row_by_a_ring_samples_the_tokens_of_the_oracle() -> None:
+    x, head, sampling = sampling_case(0, 1, 50257, 1024, torch.bfloat16, "cuda")
+    ops = make_ops(Case(tokens=1, dtype="bfloat16", device="cuda", **SHAPES["qwen3-0.6b"]))
+    assert ops.ring_tile("projection_sample", head.proj, 1, None) is not None or torch.cuda.get_device_capability() != (9, 0)
+    for seed in range(20):
+        here = replace(sampling, seed=sampling.seed + 77 * seed, temperature=torch.full_like(sampling.temperature, 0.9))
+        row = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
+        oracle = sample_from_logits(ops._project(row, head, LOGITS, here), here).tokens
+        assert torch.equal(ops.projection_sample(row, head, here).tokens, oracle)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 200, 300])
