@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pdlab.hardware.timing import L2Rotation, Timings
+from pdlab.hardware.timing import L2Rotation, Timings, graph_time_us
 
 if TYPE_CHECKING:
     import torch
@@ -52,19 +52,23 @@ def _rates(ctx: Context, times: dict[str, Timings], nbytes: int, params: dict[st
 def norm_products(ctx: Context, rows: int, k: int, read: float) -> None:
     """Part 1 for one shape."""
     from pdlab.bench import _decode
-    from pdlab.kernels.cuda_norm_product import VARIANTS, NormProduct
+    from pdlab.kernels.cuda_norm_product import BLOCKS_PER_SM, VARIANTS, NormProduct
 
     w, x, g = _weights(ctx, rows, k)
     y = x.double()
     truth = w.double() @ (y * g.double() / (y.square().mean() + 1e-5).sqrt())
-    kernels = {name: NormProduct(name, k) for name in VARIANTS}
-    for name, kernel in kernels.items():
+    tried = {(name, blocks): NormProduct(name, k, blocks) for name in VARIANTS for blocks in BLOCKS_PER_SM}
+    for (name, _), kernel in tried.items():
         _decode.check(name, kernel(w, x, g), truth)
     nbytes = w.numel() * w.element_size()
     rotation = L2Rotation(lambda i: _weights(ctx, rows, k), nbytes)
+    quick = {key: graph_time_us(kernel, rotation=rotation, n=3, warmup=1).median for key, kernel in tried.items()}
+    best = {name: min(BLOCKS_PER_SM, key=lambda blocks: quick[name, blocks]) for name in VARIANTS}
+    kernels = {name: tried[name, blocks] for name, blocks in best.items()}  # each variant on the grid that suits it
     params = {"case": "norm_product", "rows": rows, "k": k, "dtype": "bfloat16"}
     times = _decode.take_turns(kernels, rotation, ctx.device, graph=True)
-    _decode.report(ctx, times, nbytes / read * 1e6, params)
+    settings = {name: {"blocks_per_sm": blocks} for name, blocks in best.items()}
+    _decode.report(ctx, times, nbytes / read * 1e6, params, **settings)
     _rates(ctx, times, nbytes, params)
     disassembly(ctx, {name: kernel.code for name, kernel in kernels.items()}, k)
 

@@ -18,7 +18,8 @@ import torch
 from pdlab.kernels.nvrtc import Kernel, compile_cubin
 
 VARIANTS = {"none": (False, False), "restrict": (True, False), "shared_norm": (False, True), "article": (True, True)}
-THREADS, BLOCKS_PER_SM = 256, 6
+THREADS = 256
+BLOCKS_PER_SM = (1, 2, 4, 8)  # what is worth trying: few blocks share what a block prepares among many rows
 
 SOURCE = r"""
 typedef unsigned int u32;
@@ -100,11 +101,11 @@ def cubin(variant: str, k: int, architecture: str) -> bytes:
 class NormProduct:
     """y = W norm(x) by one of VARIANTS on the current device."""
 
-    def __init__(self, variant: str, k: int) -> None:
+    def __init__(self, variant: str, k: int, blocks_per_sm: int = 4) -> None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.code = cubin(variant, k, f"sm_{properties.major}{properties.minor}")
         self._kernel = Kernel(self.code, "norm_product")
-        self._grid = BLOCKS_PER_SM * properties.multi_processor_count
+        self._grid = blocks_per_sm * properties.multi_processor_count
         self._shared = 4 * (k + THREADS // 32) if VARIANTS[variant][1] else 0
         self._k = k
 
