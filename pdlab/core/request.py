@@ -64,8 +64,9 @@ class Request:
 
     Token positions are 0-based over prompt + output. `num_computed` counts the tokens whose KV the retired steps wrote;
     `num_scheduled >= num_computed` also counts steps in flight. A preempted request sets both to 0 and computes prompt
-    and output again. While it decodes, its row counts what is scheduled and sampled (scheduler.rows); the two fields here
-    follow when it gives the row back.
+    and output again. While it decodes only its row counts (scheduler.rows), for all of a step's requests at once: the KV
+    of all its tokens but the last is there, `num_computed` stays where its prompt ended, and the fields for what is
+    scheduled and sampled follow when it gives the row back.
     """
 
     request_id: int

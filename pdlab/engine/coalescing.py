@@ -86,24 +86,24 @@ class CoalescingEngine(Engine):
         self.scheduler.skip_steps(k - 1)
         starts, ends = self.executor.run_times(flight.plan.shape, result, k)
         events: list[TokenEvent] = []
-        for request, column in zip(requests, result.tokens.T.tolist(), strict=True):
-            self._grow(request, column[:-1], ends[:-1])
+        lens = flight.plan.context_lens.tolist()
+        for request, end, column in zip(requests, lens, result.tokens.T.tolist(), strict=True):
+            self._grow(request, end, column[:-1], ends[:-1])
             event = self.accept(self.live[request.request_id], column[-1], ends[-1])
             if event is not None:
                 events.append(event)
         self._record_run(flight, result, starts, ends, time.perf_counter() - started)
         return events
 
-    def _grow(self, request: Request, tokens: list[int], times: list[float]) -> None:
-        """What committing all but the last step of a run changes."""
-        n, end = len(tokens), request.num_computed
+    def _grow(self, request: Request, end: int, tokens: list[int], times: list[float]) -> None:
+        """What committing all but the last step of a run changes; `end`: tokens in the cache after the first."""
+        n = len(tokens)
         request.output_token_ids += tokens
         request.token_times += times
-        request.num_computed += n
         rows = self.scheduler.rows
         rows.scheduled[request.row] += n
         rows.sampled[request.row] += n
-        rows.room[request.row] = max(rows.room[request.row], request.num_computed)
+        rows.room[request.row] = max(rows.room[request.row], end + n)
         first = end - request.prompt_len  # what the run wrote begins with the token sampled before it
         self.allocator.written(request.request_id, request.output_token_ids[first : first + n], end)
 

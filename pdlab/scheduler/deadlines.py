@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from pdlab.core.plan import PlanShape
-from pdlab.core.request import Request
+from pdlab.core.request import Request, Status
 from pdlab.costs.interface import Estimator
 from pdlab.scheduler.interface import Policy
 from pdlab.scheduler.policies import Lazily, Remembered
@@ -122,7 +122,7 @@ class EarliestDeadline(Policy):
 
     def _prompt_seconds(self, request: Request, estimator: Estimator) -> float:
         """Seconds alone to the request's next token; asked once while it waits."""
-        if request.num_computed:
+        if request.status is Status.RUNNING:
             return estimator.remaining_if(request, 0)
         return self._seconds.get(request, lambda r: estimator.remaining_if(r, 0))
 

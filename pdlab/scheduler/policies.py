@@ -195,7 +195,8 @@ class LeastRemaining(KeyedPolicy):
         own, left = self.key(candidate, now, estimator), self.key(victim, now, estimator)
         if own >= 0.5 * left or victim.preemptions >= MOST_PREEMPTIONS:
             return False
-        return own + estimator.prefill_seconds(victim.num_computed) < 0.5 * left
+        again = victim.num_computed if victim.num_computed < victim.prompt_len else victim.num_tokens
+        return own + estimator.prefill_seconds(again) < 0.5 * left
 
 
 class WeightedPriority(Policy):

@@ -36,7 +36,8 @@ class Rows:
         self.sampled = np.zeros(count, np.int64)  # output tokens, those in flight included
         self.limit = np.zeros(count, np.int64)  # output tokens the request may have
         self.room = np.zeros(count, np.int64)  # positions that reserve() is known to have granted
-        self.table = np.zeros((count, pages), np.int32)
+        self.most_pages = pages
+        self.table = np.zeros((count, min(pages, 64)), np.int32)  # widened when a request is longer: gathering rows is quick
         self.pages = np.zeros(count, np.int64)  # entries of `table` in use
         self.base = np.zeros(count, np.int64)
         self.seed = np.zeros(count, np.int64)
@@ -78,6 +79,7 @@ class Rows:
         """Takes down where the request's memory is, after it grew or moved."""
         rid, row = request.request_id, request.row
         pages = allocator.page_table(rid)
+        self._widen(len(pages))
         self.table[row, : len(pages)] = pages
         self.pages[row] = len(pages)
         self.base[row] = allocator.base(rid)
@@ -91,8 +93,16 @@ class Rows:
             self.base[rows] = allocator.bases(ids)
             return
         tables = allocator.page_tables(ids)
+        self._widen(tables.shape[1])
         self.table[rows, : tables.shape[1]] = tables
         self.pages[rows] = -(-room // allocator.page_size)
+
+    def _widen(self, pages: int) -> None:
+        have = self.table.shape[1]
+        if pages > have:
+            wider = np.zeros((len(self.table), min(self.most_pages, max(pages, 2 * have))), np.int32)
+            wider[:, :have] = self.table
+            self.table = wider
 
     def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(page_table i32[B, P], base i64[B]); entries past a request's own pages are 0, or stale and never read."""

@@ -94,27 +94,17 @@ class Scheduler:
         requests, departures = self._submitted.popleft()
         self.allocator.retire(plan.step)
         decodes = plan.shape.decode_count
-        ends = plan.context_lens.tolist()
-        ids: list[int] = []
-        tokens: list[int] = []
-        positions: list[int] = []
+        written = plan.positions[:decodes].tolist()
         if not self.config.prefix_reuse and departures == self._departures:
             # the usual step: nobody left, and nobody will ask which tokens they were
-            for request, end in zip(requests[:decodes], ends, strict=False):
-                request.num_computed = end
-            ids, positions = plan.request_ids[:decodes].tolist(), (plan.context_lens[:decodes] - 1).tolist()
-            tokens = [-1] * decodes
+            self.allocator.appended(plan.request_ids[:decodes].tolist(), [-1] * decodes, written)
         else:
-            for request, end in zip(requests[:decodes], ends, strict=False):
-                if request.status is Status.RUNNING:
-                    request.num_computed = end
-                    ids.append(request.request_id)
-                    tokens.append(request.output_token_ids[end - 1 - len(request.prompt_token_ids)])
-                    positions.append(end - 1)
-        self.allocator.appended(ids, tokens, positions)
-        for request, end, (new, start) in zip(requests[decodes:], ends[decodes:], plan.shape.prefill, strict=True):
+            there = [(r, at) for r, at in zip(requests, written, strict=False) if r.status is Status.RUNNING]
+            tokens = [r.output_token_ids[at - r.prompt_len] for r, at in there]
+            self.allocator.appended([r.request_id for r, _ in there], tokens, [at for _, at in there])
+        for request, (new, start) in zip(requests[decodes:], plan.shape.prefill, strict=True):
             if request.status is Status.RUNNING:
-                request.num_computed = end
+                request.num_computed = start + new
                 self.allocator.written(request.request_id, request.tokens(start, start + new), start)
         return requests
 
@@ -171,8 +161,10 @@ class Scheduler:
         owner = np.arange(len(rows)) if len(positions) == len(rows) else np.repeat(np.arange(len(rows)), np.diff(starts))
         if self.allocator.kind != "paged":
             return table, base, base[owner] + positions
-        page, row = np.divmod(positions, self.allocator.page_size)
-        return table, base, table[owner, page].astype(np.int64) * self.allocator.page_size + row
+        size = self.allocator.page_size
+        page = positions // size
+        slots = table.ravel().take(owner * table.shape[1] + page).astype(np.int64) * size + (positions - page * size)
+        return table, base, slots
 
     def cached_prefix(self, request: Request) -> int:
         if not self.config.prefix_reuse:

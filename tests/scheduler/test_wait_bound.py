@@ -59,7 +59,8 @@ class WaitBound(RuleBasedStateMachine):
             if r.request_id in self.latest or now < self.key(r):
                 continue
             before = [o for o in self.all if not o.finished and o is not r and (o.row >= 0 or self.key(o) <= self.key(r))]
-            left = sum(o.prompt_len + o.params.max_tokens - o.num_computed for o in before)
+            computed = (o.num_tokens - 1 if o.output_token_ids and o.row >= 0 else o.num_computed for o in before)
+            left = sum(o.prompt_len + o.params.max_tokens for o in before) - sum(computed)
             # two steps of slack: the one that noticed that key(r) had passed, and one in flight
             self.latest[r.request_id] = now + left + 2
 
