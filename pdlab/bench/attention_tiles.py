@@ -36,8 +36,8 @@ def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[Decode
 def prefill_tiles(shared_bytes: int, head_dim: int) -> Iterator[PrefillTile]:
     from pdlab.kernels.tuning import PrefillTile
 
-    for block_m, warps in ((64, 4), (128, 4), (128, 8)):
-        for block_n in (32, 64, 128):
+    for block_m, warps in ((32, 4), (64, 4), (128, 8)):
+        for block_n in (16, 32, 64, 128):
             for stages in (2, 3):
                 tile = PrefillTile(block_m, block_n, warps, stages)
                 if tile.shared_bytes(head_dim) <= shared_bytes - (2 << 10):

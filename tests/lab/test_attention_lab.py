@@ -98,7 +98,8 @@ def _recorded(folder: Path) -> dict[str, pd.DataFrame]:
     with Recorder("attention_tiles", "nvidia-h200", out=folder, command="test") as record:
         for m, n, stages, us in ((64, 64, 2, 900.0), (128, 64, 2, 700.0), (128, 64, 3, 600.0), (128, 128, 2, 650.0)):
             sizes = {"tile_block_m": m, "tile_block_n": n, "tile_warps": 4, "tile_stages": stages}
-            record.add("latency", us, "us", params={"kernel": "prefill", "head_dim": 128, "length": 4096} | sizes)
+            for length in (256, 4096):
+                record.add("latency", us, "us", params={"kernel": "prefill", "head_dim": 128, "length": length} | sizes)
     found["tiles"] = attention.tidy(record.rows)
     return found
 
@@ -114,7 +115,8 @@ def test_records_become_figures_whose_claims_are_computed(tmp_path: Path) -> Non
     assert list(cells.index) == ["1 × 4,096, pages of 16", "32 × 4,096, extents", "131,072 beside 31 × 4,096, pages of 16"]
     grid = attention_tables.tile_grid(tables["tiles"], 128, 4096)
     assert grid.loc[128, 64] == np.nanmax(grid.to_numpy())
-    whole(attention_figures.recorded_tiles(tables["tiles"], "nvidia-h200"))
+    tiles = whole(attention_figures.recorded_tiles(tables["tiles"], "nvidia-h200"))
+    assert "1.5× at 256 tokens, 1.5× at 4,096 tokens" in tiles.claim
 
 
 def test_gains_keep_launched_calls_and_single_prompts_apart(tmp_path: Path) -> None:
