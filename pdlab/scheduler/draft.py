@@ -49,8 +49,9 @@ class Draft:
         decoding, _ = s.decoding()
         unfinished = rows.sampled[decoding] < rows.limit[decoding]
         active = decoding if unfinished.all() else decoding[unfinished]
-        short = s.requests_in(active[rows.scheduled[active] >= rows.room[active]])
-        refused = {r.row for r in short[s.grow_all(short) :] if r.status is Status.RUNNING and not s.grow(r, self)}
+        short = active[rows.scheduled[active] >= rows.room[active]]
+        without = s.requests_in(short[s.grow_all(short) :])
+        refused = {r.row for r in without if r.status is Status.RUNNING and not s.grow(r, self)}
         if refused or self.preempted:
             active = np.array([row for row in active.tolist() if rows.request[row] and row not in refused], np.int64)
         self.decode_rows = active

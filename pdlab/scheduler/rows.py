@@ -3,7 +3,6 @@ operations whatever its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,17 +84,17 @@ class Rows:
         self.base[row] = allocator.base(rid)
         self.room[row] = allocator.room(rid)
 
-    def locate_all(self, requests: Sequence[Request], allocator: Allocator) -> None:
-        """`locate` for several at once."""
-        rows, ids = [r.row for r in requests], [r.request_id for r in requests]
-        self.room[rows] = room = np.array([allocator.room(rid) for rid in ids], np.int64)
+    def locate_all(self, rows: np.ndarray, ids: list[int], lens: np.ndarray, allocator: Allocator) -> None:
+        """`locate` for several at once, which were just granted room for `lens` tokens."""
         if allocator.kind != "paged":
             self.base[rows] = allocator.bases(ids)
+            self.room[rows] = [allocator.room(rid) for rid in ids]
             return
         tables = allocator.page_tables(ids)
         self._widen(tables.shape[1])
         self.table[rows, : tables.shape[1]] = tables
-        self.pages[rows] = -(-room // allocator.page_size)
+        self.pages[rows] = pages = -(-lens // allocator.page_size)  # whole pages are granted
+        self.room[rows] = pages * allocator.page_size
 
     def _widen(self, pages: int) -> None:
         have = self.table.shape[1]
@@ -106,7 +105,7 @@ class Rows:
 
     def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(page_table i32[B, P], base i64[B]); entries past a request's own pages are 0, or stale and never read."""
-        return self.table[rows, : int(self.pages[rows].max(initial=0))], self.base[rows]
+        return self.table[:, : int(self.pages[rows].max(initial=0))].take(rows, axis=0), self.base[rows]
 
     def sampling(self, rows: np.ndarray) -> SamplingArrays:
         """Parameters for `rows`, each about to sample its output token number `sampled`. Remembered while the very same

@@ -220,14 +220,13 @@ class Scheduler:
         """Output tokens after which the request ends whatever it says."""
         return min(request.params.max_tokens, self.max_len - request.prompt_len)
 
-    def grow_all(self, requests: list[Request]) -> int:
+    def grow_all(self, rows: np.ndarray) -> int:
         """Room for one more token each, in order, while memory lasts; how many got it."""
-        if not requests:
+        if not len(rows):
             return 0
-        lens = self.rows.scheduled[[r.row for r in requests]] + 1
-        granted = self.allocator.reserve_many([r.request_id for r in requests], lens.tolist())
-        if granted:
-            self.rows.locate_all(requests[:granted], self.allocator)
+        ids, lens = self.rows.id[rows].tolist(), self.rows.scheduled[rows] + 1
+        if granted := self.allocator.reserve_many(ids, lens.tolist()):
+            self.rows.locate_all(rows[:granted], ids[:granted], lens[:granted], self.allocator)
         return granted
 
     def grow(self, request: Request, draft: Draft) -> bool:
