@@ -87,9 +87,10 @@ def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> P
         rows, tile_k = 64, 64
     warps = 4 if rows * columns <= 64 * 64 else 8
     tile_k = max(16, min(wide, tile_k))
-    stages = 4 if big else 3 if columns <= 64 else 2
+    stages = (4 if columns <= 64 else 3) if big else 3 if columns <= 64 else 2
+    tma = tuning.capability == (9, 0) and columns > 64 and k % 8 == 0  # fewer registers: two programs are resident, not one
     split, programs = 1, (3 if columns <= 32 else 2) * tuning.multiprocessors
     while split < 8 and outputs // rows * split * 2 <= programs and k // (tile_k * split * 2) >= 4:
         split *= 2
     fetch = 512 // tile_k if pdl and 512 * split <= k else 0
-    return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, norm_inside=False)
+    return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, norm_inside=False, tma=tma)
