@@ -3,9 +3,9 @@
     latency        us a call; `graph` true: inside a CUDA graph of 20 calls, false: launched one by one from Python
     floor_latency  us: weights and activations once / read bandwidth of the same run
 
-Variants `ours`, `unfused` (plain PyTorch, the same operations apart) and `torch_compile` (those compiled by Inductor). Decode
-batches of 1 to 64 rows on the layers of published shapes; weights are rotated past L2, the variants take turns, and each is
-checked against float64 first.
+Variants `ours`, `unfused` (the same operations apart, as one writes them in PyTorch) and `torch_compile` (those compiled by
+Inductor). Decode batches of 1 to 64 rows on the layers of published shapes; weights are rotated past L2, the variants take
+turns, and each is checked against float64 first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pdlab.bench.suites import Context
     from pdlab.kernels.kv_view import KVView
-    from pdlab.kernels.ops import LayerWeights, ModelOps, RopeTable
+    from pdlab.kernels.ops import LayerWeights, RopeTable
 
 NAME = "fused_norm_qkv_rope"
 HELP = "norm + QKV + rotary embedding + cache write, fused and apart, by batch"
@@ -35,7 +35,9 @@ BATCHES = {"full": (1, 8, 32, 64, 16, 4, 2), "smoke": (1, 4)}
 COMPILED = {"llama-3-8b": (1, 32)}  # torch.compile takes seconds a case
 PAGE, POSITIONS = 16, 2048
 
-Arguments = tuple["torch.Tensor", "LayerWeights", "RopeTable | None", "KVView"]
+# what a step makes once and not in each layer: page and row of each slot, cos and sin at each position [T, 1, D]
+Once = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor | None", "torch.Tensor | None"]
+Arguments = tuple["torch.Tensor", "LayerWeights", "RopeTable | None", "KVView", Once]
 
 
 def make_layer(config: ModelConfig, ctx: Context, seed: int) -> LayerWeights:
@@ -61,7 +63,7 @@ def make_layer(config: ModelConfig, ctx: Context, seed: int) -> LayerWeights:
 
 
 def make_arguments(config: ModelConfig, ctx: Context, batch: int, seed: int) -> Arguments:
-    """x, a layer, a rotary table and a view whose slots lie in scattered pages."""
+    """x, a layer, a rotary table, a view whose slots lie in scattered pages, and what follows from it."""
     import torch
 
     from pdlab.kernels.kv_view import KVView
@@ -77,7 +79,10 @@ def make_arguments(config: ModelConfig, ctx: Context, batch: int, seed: int) -> 
     positions = torch.randint(0, POSITIONS, (batch,), generator=g, device=device)
     none = torch.zeros(0, dtype=torch.int32, device=device)
     view = KVView("paged", PAGE, k, v, none, none.long(), none, none, slots, positions, 1, 1)
-    return x, make_layer(config, ctx, seed), rope, view
+    cos = sin = None
+    if rope is not None:
+        cos, sin = (torch.cat((t[positions],) * 2, -1).unsqueeze(1).to(dtype) for t in (rope.cos, rope.sin))
+    return x, make_layer(config, ctx, seed), rope, view, (slots // PAGE, slots % PAGE, cos, sin)
 
 
 def in_float64(x: torch.Tensor, w: LayerWeights, rope: RopeTable | None, view: KVView) -> tuple[torch.Tensor, ...]:
@@ -110,7 +115,7 @@ def check(name: str, call: Any, arguments: Arguments) -> None:
 
     from pdlab.bench import _decode
 
-    x, w, rope, view = arguments
+    x, w, rope, view, _ = arguments
     view.k.zero_()
     view.v.zero_()
     q = call(*arguments)
@@ -123,16 +128,37 @@ def check(name: str, call: Any, arguments: Arguments) -> None:
         raise AssertionError(f"{name} wrote {written} slots of the cache instead of {len(x)}")
 
 
-def operations(config: ModelConfig, ctx: Context) -> dict[str, ModelOps]:
+def apart(x: torch.Tensor, w: LayerWeights, rope: RopeTable | None, view: KVView, once: Once) -> torch.Tensor:
+    """The operations one by one, as one writes them in PyTorch: its own norm, one product, half-rotations, two writes."""
+    import torch
+    import torch.nn.functional as F
+
+    norm, kv_heads, dim = w.attn_norm, view.k.shape[1], view.k.shape[3]
+    shape = norm.weight.shape
+    if norm.bias is None:
+        y = F.rms_norm(x, shape, norm.weight, norm.eps)
+    else:
+        y = F.layer_norm(x, shape, norm.weight, norm.bias, norm.eps)
+    packed = F.linear(y, w.qkv, w.qkv_bias).view(len(x), -1, dim)
+    q, k, v = packed.split((w.qkv.shape[0] // dim - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    page, row, cos, sin = once
+    if cos is not None and sin is not None:
+        q, k = (t * cos + torch.cat((-t[..., dim // 2 :], t[..., : dim // 2]), -1) * sin for t in (q, k))
+    view.k[page, :, row] = k
+    view.v[page, :, row] = v
+    return q
+
+
+def operations(config: ModelConfig, ctx: Context) -> dict[str, Any]:
     """`unfused`, and `ours` where the fused kernels run."""
     from pdlab.core.config import EngineConfig
     from pdlab.kernels.dispatch import make_ops
-    from pdlab.kernels.reference import ReferenceOps
 
     # there is no next product here whose weights could be asked for
     engine = EngineConfig(max_batch_requests=max(BATCHES[ctx.profile]), page_size=PAGE, weight_prefetch=False)
     ours = make_ops(engine, config, ctx.device, ctx.dtype)
-    return {"ours": ours, "unfused": ReferenceOps()} if getattr(ours, "fused", False) else {"unfused": ReferenceOps()}
+    fused: dict[str, Any] = {"ours": lambda x, w, rope, view, _: ours.norm_qkv_rope(x, w, rope, view)}
+    return (fused if getattr(ours, "fused", False) else {}) | {"unfused": apart}
 
 
 def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
@@ -141,7 +167,7 @@ def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
 
     from pdlab.bench import _decode
 
-    calls: dict[str, Any] = {name: ops.norm_qkv_rope for name, ops in operations(config, ctx).items()}
+    calls = operations(config, ctx)
     if ctx.machine.is_gpu and batch in COMPILED.get(config.name, ()) and ctx.left() > 20:
         calls["torch_compile"] = torch.compile(calls["unfused"], dynamic=False, options={"coordinate_descent_tuning": True})
     for name, call in list(calls.items()):

@@ -67,9 +67,18 @@ def make_sampling(kind: str, batch: int, device: str) -> SamplingBatch:
 def plain_logits(x: torch.Tensor, head: HeadWeights) -> torch.Tensor:
     import torch.nn.functional as F
 
-    from pdlab.kernels.reference import norm
+    norm, shape = head.norm, head.norm.weight.shape
+    if norm.bias is None:
+        y = F.rms_norm(x, shape, norm.weight, norm.eps)
+    else:
+        y = F.layer_norm(x, shape, norm.weight, norm.bias, norm.eps)
+    return product(y, head)
 
-    return F.linear(norm(x, head.norm), head.proj)
+
+def product(x: torch.Tensor, head: HeadWeights) -> torch.Tensor:
+    import torch.nn.functional as F
+
+    return F.linear(x, head.proj)
 
 
 def plain_sample(kind: str, race: bool, x: torch.Tensor, head: HeadWeights) -> torch.Tensor:
@@ -140,7 +149,7 @@ def variants(ctx: Context, config: ModelConfig, kind: str, batch: int, graph: bo
         calls["ours"] = lambda x, head: ops.projection_sample(x, head, sampling).tokens
     calls["unfused"] = partial(plain_sample, kind, graph)
     if kind == "greedy":
-        calls["cublas" if ctx.machine.is_gpu else "product"] = plain_logits
+        calls["cublas" if ctx.machine.is_gpu else "product"] = product
         if ctx.machine.is_gpu and graph and batch == 1 and config.name == MODELS["full"][0] and ctx.left() > 20:
             options: dict[str, Any] = {"coordinate_descent_tuning": True}
             calls["torch_compile"] = torch.compile(partial(plain_sample, kind, True), dynamic=False, options=options)
