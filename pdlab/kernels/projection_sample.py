@@ -101,9 +101,9 @@ def _enter_race(
     logits, first, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS: tl.constexpr, BM: tl.constexpr,
     WANT: tl.constexpr,
 ):  # fmt: skip
-    """Sends the best of logits [ROWS, BM] for the activation rows from `first` on; 32 of those at a time, so that their noise
+    """Sends the best of logits [ROWS, BM] for the activation rows from `first` on; 16 of those at a time, so that their noise
     finds room in registers, and none for rows that nobody asked for."""
-    if BM > 32:
+    if BM > 16:
         left, right = tl.split(tl.permute(tl.reshape(logits, (ROWS, 2, BM // 2)), (0, 2, 1)))
         _enter_race(left, first, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS, BM // 2, WANT)
         if first + BM // 2 < batch:
