@@ -42,7 +42,7 @@ def _ordered(s):
 def _best(LOGITS, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit, as a key of the race: NaN counts as largest."""
     top = tl.full((BLOCK,), -(1 << 63), tl.int64)
-    for first in range(0, VOCAB, BLOCK):
+    for first in tl.range(0, VOCAB, BLOCK, num_stages=4):
         v = first + tl.arange(0, BLOCK)
         top = tl.maximum(top, race_key(tl.load(LOGITS + v, mask=v < VOCAB, other=float("-inf")), v))
     return tl.max(top, 0)
@@ -53,7 +53,7 @@ def _before(LOGITS, best, temperature, s0, v0, VOCAB: tl.constexpr, BLOCK: tl.co
     """How many tokens rank before (s0, v0), and their mass."""
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, VOCAB, BLOCK):
+    for first in tl.range(0, VOCAB, BLOCK, num_stages=4):
         v = first + tl.arange(0, BLOCK)
         s = _scaled(LOGITS, v, best, temperature, VOCAB)
         ahead = (s > s0) | ((s == s0) & (v < v0))
@@ -83,7 +83,7 @@ def _cut(LOGITS, best, temperature, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr)
     while (high - low > 1) & (held != k):
         count = tl.zeros((8, BLOCK), tl.int32)
         bound = pivot.to(tl.int32)[:, None]
-        for first in range(0, VOCAB, BLOCK):
+        for first in tl.range(0, VOCAB, BLOCK, num_stages=4):
             s = _scaled(LOGITS, first + tl.arange(0, BLOCK), best, temperature, VOCAB)
             count += (_ordered(s)[None, :] >= bound).to(tl.int32)
         counts = tl.sum(count, 1)
@@ -102,7 +102,7 @@ def _candidate(
 ):  # fmt: skip
     """The best s + noise among tokens that rank before (s0, v0) and are not below `floor`."""
     top = tl.full((BLOCK,), -(1 << 63), tl.int64)
-    for first in range(0, VOCAB, BLOCK):
+    for first in tl.range(0, VOCAB, BLOCK, num_stages=4):
         v = first + tl.arange(0, BLOCK)
         s = _scaled(LOGITS, v, best, temperature, VOCAB)
         keep = ((s > s0) | ((s == s0) & (v < v0))) & (s >= floor) & (v < VOCAB)
