@@ -31,6 +31,7 @@ from pdlab.bench.memory_runs import (
     conversation,
     engines_over,
     equals,
+    every_shape,
     lengths_from,
     play,
     recorder_for,
@@ -118,7 +119,7 @@ def real_loads(full: bool) -> list[Load]:
         return [Load("llama-tiny", 8, 24, small_talk, kv_tokens=512), Load("llama-tiny", 2, 8, small_talk, kv_tokens=512)]
     return [
         Load("llama-3-8b", 100, 125, share=6),
-        Load("llama-3-8b", 100, 125, shared=512, kv_tokens=32_000, share=2, variants=("paged",), divisors=(1,)),
+        Load("llama-3-8b", 100, 100, shared=512, kv_tokens=32_000, share=2, variants=("paged",), divisors=(1,)),
         Load("llama-3-8b", 25, 32, share=3),
         Load("llama-3-8b", 400, 400, share=12),
         Load("llama-1b", 100, 125, share=4),
@@ -221,7 +222,7 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
         room = max(room, kv_capacity(config, loaded.model, largest.longest) * 9 // 20)  # graphs need memory too
     owners = [config.with_(kv_allocator=v, kv_capacity_tokens=room) for v in SCHEMES[:2]]
     with engines_over(loaded, owners) as make:
-        pace = _pace(ctx, make, loads[0]) if full else None
+        pace = _pace(ctx, make, loads[0], largest.concurrency) if full else None
         begun = ctx.left()
         for i, load in enumerate(loads):
             if pace is not None:
@@ -241,14 +242,14 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
     return begun
 
 
-def _pace(ctx: Context, make: Callable[[EngineConfig], Engine], load: Load) -> Pace:
-    """Compiles what both kinds of memory need for long prompts and short ones, and says how fast the model is."""
-    first = load.workload(ctx.seed).head(60)
-    long = Workload(first.name, (replace(item, max_tokens=min(8, item.max_tokens)) for item in first), clients=40)
+def _pace(ctx: Context, make: Callable[[EngineConfig], Engine], load: Load, most: int) -> Pace:
+    """Compiles what both kinds of memory need, and says how fast the model is."""
     short, outcome = replace(load, by=DIVISORS[-1]), None
     for variant in SCHEMES[1::-1]:
-        play(make(load.config(variant, device=ctx.device, dtype=ctx.dtype)), long)
-        outcome = play(make(short.config(variant, device=ctx.device, dtype=ctx.dtype)), short.workload(ctx.seed))
+        for shapes in every_shape(most):
+            play(make(replace(load, concurrency=most).config(variant, device=ctx.device, dtype=ctx.dtype)), shapes)
+        for _ in range(2):
+            outcome = play(make(short.config(variant, device=ctx.device, dtype=ctx.dtype)), short.workload(ctx.seed))
     assert outcome is not None
     model = config_of(f"random:{load.model}")
     read = ceilings_for(ctx.machine.slug, ctx.dtype).read_bytes_per_s

@@ -96,6 +96,15 @@ def equals(clients: int, prompt: int, answer: int) -> Workload:
     return Workload("equal_requests", items, 0, clients)
 
 
+def every_shape(most: int) -> Iterator[Workload]:
+    """Rehearsals, after which few kernels are left to compile: chunks of long prompts and short ones alone, and beside
+    decodes, in batches up to `most` requests. A kernel may be made anew for a size of batch, of chunk, or of both."""
+    for decodes in (0, *sorted({min(n, most) for n in (20, 100, 300)})):
+        short = [Item(0.0, prompt_tokens=6, max_tokens=8 + i % 24) for i in range(decodes)]
+        more = [Item(0.0, prompt_tokens=n, max_tokens=2) for n in (1900, 1900, 200, 20, 200, 12, 5, 3)]
+        yield Workload("every_shape", short + more, clients=decodes + 2 if decodes else 1)
+
+
 def shortened(workload: Workload, by: int) -> Workload:
     """The same requests with all lengths divided by `by`."""
     items = (
@@ -163,9 +172,9 @@ class Pace:
     def of(cls, outcome: Outcome, kv_token: float) -> Pace:
         rows = [(r.t_end - r.t_start, r.prefill_tokens) for r in outcome.trace or ()]
         most = max(n for _, n in rows)
-        prompts = [(seconds, n) for seconds, n in rows if 2 * n > most]  # smaller chunks cost what the step's decodes do
-        steps = sorted(seconds for seconds, n in rows if not n)
-        return cls(sum(s for s, _ in prompts) / sum(n for _, n in prompts), steps[len(steps) // 2], kv_token)
+        prompts = [seconds / n for seconds, n in rows if 2 * n > most]  # smaller chunks cost what the step's decodes do
+        steps = [seconds for seconds, n in rows if not n]
+        return cls(float(np.median(prompts)), float(np.median(steps)), kv_token)  # medians: a kernel may still be compiled
 
     def seconds(self, workload: Workload) -> float:
         """Of a closed loop in which all clients begin at once and few send a second request: the prompts, then steps in which
@@ -235,13 +244,15 @@ def report(
     settings: dict[str, Any],
     waste: bool = True,
 ) -> None:
-    """latency, throughput, preemptions and, where lengths are as they should be, waste of one replay."""
+    """latency, throughput, preemptions, unfinished (requests that ended otherwise than complete) and, where lengths are as
+    they should be, waste of one replay."""
     shared: dict[str, Any] = {"variant": variant, "kind": kind, "settings": settings}
     for quantile in (50, 99):
         ms = outcome.end_to_end.quantile(quantile / 100) * 1e3
         record.add("latency", ms, "ms", n=outcome.end_to_end.n, params=params | {"quantile": quantile}, **shared)
     record.add("throughput", outcome.throughput, "req/s", n=outcome.complete, params=params, **shared)
     record.add("preemptions", outcome.preemptions, "count", params=params, **shared)
+    record.add("unfinished", outcome.ended - outcome.complete, "count", n=outcome.ended, params=params, **shared)
     if waste:
         found = average_waste(outcome.trace or ())
         record.add("waste_internal", found.internal, "percent", n=outcome.steps, params=params, **shared)

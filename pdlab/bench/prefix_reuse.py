@@ -11,12 +11,11 @@ short turns say how long the chats may be; `chat_by_2` has questions and answers
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdlab.bench.memory_runs import engines_over, play, recorder_for, simulated_engine
+from pdlab.bench.memory_runs import engines_over, every_shape, play, recorder_for, simulated_engine
 from pdlab.core.config import EngineConfig
 from pdlab.engine.engine import Engine
 from pdlab.workloads.replay import Outcome
@@ -126,15 +125,14 @@ def _affordable(ctx: Context, engine: Engine, clients: int, short: Workload) -> 
     def work(w: Workload) -> float:  # a token of an answer costs about as much as six of a prompt
         return sum(item.prompt_tokens + 6.0 * item.max_tokens for item in w)
 
-    play(engine, short)  # compiles
+    for shapes in every_shape(clients):
+        play(engine, shapes)  # compiles
     rate = work(short) / play(engine, short, warm=short).seconds
     for rounds, turns, scale in ((ROUNDS, TURNS, 1.0), (1, TURNS, 1.0), (1, TURNS, 0.5), (1, 4, 0.5), (1, 4, 0.25)):
         workload = chats(clients, rounds, turns, ctx.seed, scale=scale)
         seconds = work(workload) / rate
         if 2 * seconds <= 0.9 * ctx.left():
             break
-    last = (replace(item, max_tokens=min(4, item.max_tokens)) for item in workload.items[-clients:])
-    play(engine, Workload("longest", last, clients=clients))  # compiles what only long prompts need
     ctx.say(f"  {len(workload)} requests in chats of {turns} turns, lengths times {scale:g}: about {seconds:.0f} s each way")
     return workload
 

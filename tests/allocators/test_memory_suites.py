@@ -43,6 +43,7 @@ def test_every_variant_is_measured_on_the_same_requests_and_the_same_memory(
     assert all(row.status == "ok" and math.isfinite(row.median) for row in rows)
     points: dict[tuple[Any, ...], set[str]] = {}
     equals = [row for row in rows if row.params["workload"] == "equal_requests"]
+    assert {row.median for row in rows if row.metric == "unfinished"} == {0}
     assert {(row.metric, row.variant) for row in equals} == {
         (metric, variant) for metric in ("throughput", "decode_step") for variant in ("paged", "contiguous_pool")
     }
@@ -54,6 +55,24 @@ def test_every_variant_is_measured_on_the_same_requests_and_the_same_memory(
     waste = {row.variant: row.median for row in rows if row.metric == "waste_internal" and row.params["concurrency"] == 6}
     assert waste["per_request"] > waste["contiguous_pool"] > waste["paged"]
     assert all(row.median == 0 for row in rows if row.metric == "waste_external" and row.variant in ("paged", "hybrid"))
+
+
+def test_rehearsals_hold_long_and_short_chunks_alone_and_beside_batches_of_every_size() -> None:
+    seen: set[tuple[int, str]] = set()
+    for workload in memory_runs.every_shape(300):
+        config = EngineConfig(executor="simulated", simulated_device="nvidia-h200", max_batch_requests=300)
+        with memory_runs.simulated_engine("random:llama-3-8b", config) as engine:
+            submit = engine.executor.submit
+
+            def noted(plan: Any, submit: Any = submit) -> Any:
+                chunk = int(np.diff(plan.q_start).max())
+                rows = next(n for n in (1, 32, 256, 512) if plan.batch <= n)
+                seen.add((rows, "decode" if chunk == 1 else "short" if chunk <= 256 else "long"))
+                return submit(plan)
+
+            engine.executor.submit = noted  # type: ignore[method-assign]
+            assert memory_runs.play(engine, workload).complete == len(workload)
+    assert seen == {(rows, kind) for rows in (1, 32, 256, 512) for kind in ("decode", "short", "long")}
 
 
 def test_the_pace_of_prompts_is_that_of_full_chunks() -> None:
