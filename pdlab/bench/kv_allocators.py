@@ -33,6 +33,7 @@ from pdlab.bench.memory_runs import (
     equals,
     every_shape,
     lengths_from,
+    on_device,
     play,
     recorder_for,
     report,
@@ -148,7 +149,7 @@ def _params(load: Load, workload: Workload) -> dict[str, Any]:
 
 
 def _settings(config: EngineConfig, workload: Workload, kv_tokens: int) -> dict[str, Any]:
-    names = ("kv_allocator", "page_size", "promised_output_tokens", "prefix_reuse", "pool_fit", "compact_on_refusal")
+    names = ("kv_allocator", "page_size", "promised_output_tokens", "prefix_reuse", "pool_fit", "steps_in_flight")
     settings = {name: getattr(config, name) for name in names} | {"requests": len(workload), "kv_tokens": kv_tokens}
     return settings | ({"lengths": lengths_from()} if workload.name.startswith(("azure", "short")) else {})
 
@@ -214,7 +215,7 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
     models."""
     full, pieces = _at_full_size(ctx), []
     largest = replace(max(loads, key=lambda load: load.concurrency), kv_tokens=None)
-    config = largest.config("paged", device=ctx.device, dtype=ctx.dtype)
+    config = largest.config("paged", **on_device(ctx))
     room = max(load.kv_tokens or 0 for load in loads)
     if any(load.kv_tokens is None for load in loads):
         from pdlab.engine.executor import kv_capacity
@@ -247,9 +248,9 @@ def _pace(ctx: Context, make: Callable[[EngineConfig], Engine], load: Load, most
     short, outcome = replace(load, by=DIVISORS[-1]), None
     for variant in SCHEMES[1::-1]:
         for shapes in every_shape(most):
-            play(make(replace(load, concurrency=most).config(variant, device=ctx.device, dtype=ctx.dtype)), shapes)
+            play(make(replace(load, concurrency=most).config(variant, **on_device(ctx))), shapes)
         for _ in range(2):
-            outcome = play(make(short.config(variant, device=ctx.device, dtype=ctx.dtype)), short.workload(ctx.seed))
+            outcome = play(make(short.config(variant, **on_device(ctx))), short.workload(ctx.seed))
     assert outcome is not None
     model = config_of(f"random:{load.model}")
     read = ceilings_for(ctx.machine.slug, ctx.dtype).read_bytes_per_s
@@ -287,7 +288,7 @@ def _measure(
         if ctx.left() <= 0:
             _skip(ctx, load, load.variants[i:])
             break
-        config = load.config(variant, device=ctx.device, dtype=ctx.dtype, kv_capacity_tokens=slots)
+        config = load.config(variant, **on_device(ctx), kv_capacity_tokens=slots)
         try:
             engine = make(config)
         except CapacityError as error:
@@ -312,7 +313,7 @@ def _compare_equals(
         return
     load = Load(model, batch, batch, kv_tokens=batch * (prompt + answer + 16))
     workload = equals(batch, prompt, answer)
-    configs = {v: load.config(v, device=ctx.device, dtype=ctx.dtype) for v in SCHEMES[:2]}
+    configs = {v: load.config(v, **on_device(ctx)) for v in SCHEMES[:2]}
     outcomes: dict[str, list[Outcome]] = {v: [] for v in configs}
     for turn in range(3):
         for variant, config in configs.items():

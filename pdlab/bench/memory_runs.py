@@ -124,6 +124,11 @@ def real_engine(loaded: Any, config: EngineConfig) -> Iterator[Engine]:
         yield llm.engine
 
 
+def on_device(ctx: Context) -> dict[str, Any]:
+    """Fields of EngineConfig for a model that runs here. On a GPU the host plans a step while the one before runs."""
+    return {"device": ctx.device, "dtype": ctx.dtype, "steps_in_flight": 2 if ctx.device.startswith("cuda") else 1}
+
+
 class Part:
     """An executor of whose KV memory the first `slots` are used; it belongs to somebody else, who closes it."""
 

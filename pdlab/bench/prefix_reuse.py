@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdlab.bench.memory_runs import engines_over, every_shape, play, recorder_for, simulated_engine
+from pdlab.bench.memory_runs import engines_over, every_shape, on_device, play, recorder_for, simulated_engine
 from pdlab.core.config import EngineConfig
 from pdlab.engine.engine import Engine
 from pdlab.workloads.replay import Outcome
@@ -103,9 +103,7 @@ def _measure(ctx: Context) -> None:
 
     def config(reuse: bool) -> EngineConfig:
         longest = min(loaded.config.max_context, 8192)
-        return EngineConfig(
-            device=ctx.device, dtype=ctx.dtype, prefix_reuse=reuse, max_batch_requests=clients, max_model_len=longest
-        )
+        return EngineConfig(**on_device(ctx), prefix_reuse=reuse, max_batch_requests=clients, max_model_len=longest)
 
     short = chats(clients, 1, 2, ctx.seed, system=48, scale=0.1)
     with engines_over(loaded, [config(True)]) as make:
