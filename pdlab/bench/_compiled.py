@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdlab.hardware.probe import Machine
     from pdlab.models.loading import Loaded
 
-SECONDS = 45.0  # most of it compilation
+SECONDS = 20.0  # with less left it is not begun; most of it is compilation
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 

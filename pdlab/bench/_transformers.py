@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdlab.models.config import ModelConfig
     from pdlab.models.loading import Loaded
 
-SECONDS = 25.0
+SECONDS = 15.0  # with less left it is not begun
 NEW = 24  # tokens timed
 
 

@@ -38,8 +38,7 @@ LENGTHS = {"full": (512, 256), "smoke": (24, 12)}  # prompt, new tokens
 DETAILED = ("llama-1b", "llama-3-8b", "llama-tiny")  # models with the whole waterfall; the others get the headline
 _ONE_BY_ONE = ("llama-1b", "llama-tiny")  # and each switch alone and left out
 HEADLINE = (stages.ALL, frozenset({"graph"}), frozenset[str]())  # a CPU has no graphs: there the first and the last
-_SAMPLE_S = 1.0  # a slow variant's sample
-_HEADLINE_S = 14.0  # what a model's headline may need: kept back while others get their details
+_SAMPLE_S = 0.6  # a slow variant's sample
 
 
 class Stream:
@@ -90,73 +89,90 @@ def distinct(sets: list[stages.Switches], done: list[stages.Switches], on_gpu: b
     return list(fresh.values())
 
 
-def rivals(stream: Stream, loaded: Loaded, keep: float) -> None:
-    """torch_compile beside ours again, in turns; then transformers."""
-    from pdlab.bench import _compiled, _transformers
-
+def rival(stream: Stream, loaded: Loaded, name: str, module: Any) -> None:
+    """A rival beside ours again, taking turns."""
     ctx = stream.ctx
-    for name, module in (("torch_compile", _compiled), ("transformers", _transformers)):
-        if why := module.why_not(ctx.machine):
-            stream.skip(name, why)
-            continue
-        if ctx.left() <= keep + module.SECONDS:
-            stream.skip(name, "the time budget ran out")
-            continue
-        try:
-            with stages.make_llm(loaded, stages.ALL, length=stream.prompt + stream.new + 1) as llm:
-                rival = module.make(loaded, stream.prompt, stream.new, ctx.seed)
-                prompt, new = stages.lengths_for(llm, stream.prompt, stream.new, _SAMPLE_S, ctx.seed)
-                calls = {"ours": partial(stages.stream_seconds, llm, prompt, new, ctx.seed), name: rival.seconds}
-                for who, seconds in stages.in_turns(calls, 3, ctx.machine.is_gpu).items():
-                    stream.report(who, seconds, rival.settings if who == name else None)
-        except Exception as error:  # a rival that cannot run here is no failure of the suite
-            stream.skip(name, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
-        ctx.record.flush()
-
-
-def measure_model(ctx: Context, name: str, read: float, keep: float) -> None:
-    """Everything about one model; `keep` seconds of the budget are left for others."""
-    from pdlab.bench import _breakdown
-    from pdlab.bench.prefill_vs_decode import _load
-
-    config = config_of(name)
-    stream = Stream(ctx, config, read, *LENGTHS[ctx.profile])
-    need, have = weights_bytes(config, itemsize_of(ctx.dtype)), ctx.machine.memory_bytes * 0.8
-    if need > have:
-        return stream.skip("ours", f"needs {need / 1e9:.1f} GB and {have / 1e9:.1f} GB can be used")
-    if ctx.left() <= 0:
-        return stream.skip("ours", "the time budget ran out")
-    floor = read / stream.bytes
-    ctx.record.add("floor_throughput", floor, "tok/s", kind="predicted", params=stream.params)
-    loaded = _load(name, ctx)
-    headline = [s for s in HEADLINE if ctx.machine.is_gpu or s != {"graph"}]
-    measure_variants(stream, loaded, headline, 3 if ctx.full else 1)
-    if config.name not in DETAILED:
-        return None
-    if ctx.left() > keep:
-        _breakdown.record(ctx, loaded, stream.prompt + stream.new // 2, read)
-        ctx.record.flush()
-    wanted = stages.waterfall() + (stages.alone() + stages.left_out() if config.name in _ONE_BY_ONE else [])
-    more = distinct(wanted, headline, ctx.machine.is_gpu)
-    if more and ctx.left() > keep:  # ours again among them: rows to be compared belong to one set of turns
-        measure_variants(stream, loaded, [stages.ALL, *more], 2)
-    rivals(stream, loaded, keep)
+    why = module.why_not(ctx.machine) or ("the time budget ran out" if ctx.left() <= module.SECONDS else "")
+    if why:
+        return stream.skip(name, why)
+    try:
+        with stages.make_llm(loaded, stages.ALL, length=stream.prompt + stream.new + 1) as llm:
+            other = module.make(loaded, stream.prompt, stream.new, ctx.seed)
+            prompt, new = stages.lengths_for(llm, stream.prompt, stream.new, _SAMPLE_S, ctx.seed)
+            calls = {"ours": partial(stages.stream_seconds, llm, prompt, new, ctx.seed), name: other.seconds}
+            for who, seconds in stages.in_turns(calls, 3, ctx.machine.is_gpu).items():
+                stream.report(who, seconds, other.settings if who == name else None)
+    except Exception as error:  # a rival that cannot run here is no failure of the suite
+        stream.skip(name, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    ctx.record.flush()
     return None
 
 
+class Models:
+    """Loaded models, kept as long as all of them fit into half of the memory."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.kept: dict[str, Loaded] = {}
+
+    def __getitem__(self, name: str) -> Loaded:
+        from pdlab.bench.prefill_vs_decode import _load
+
+        if name not in self.kept:
+            size = itemsize_of(self.ctx.dtype)
+            held = sum(weights_bytes(config_of(n), size) for n in (*self.kept, name))
+            if held > 0.5 * self.ctx.machine.memory_bytes:
+                self.clear()
+            self.kept[name] = _load(name, self.ctx)
+        return self.kept[name]
+
+    def clear(self) -> None:
+        import torch
+
+        self.kept.clear()
+        if self.ctx.machine.is_gpu:
+            torch.cuda.empty_cache()
+
+
 def run(ctx: Context) -> None:
+    """The headline of every model, then the details of two of them, then rivals, then each switch alone and left out: what a
+    short budget leaves out is what matters least."""
     import torch
 
-    from pdlab.bench import _decode
+    from pdlab.bench import _breakdown, _compiled, _decode, _transformers
 
     torch.manual_seed(ctx.seed)
-    read = _decode.read_ceiling(ctx)
-    names = MODELS[ctx.profile]
-    for i, name in enumerate(names):
+    on_gpu, read, models = ctx.machine.is_gpu, _decode.read_ceiling(ctx), Models(ctx)
+    streams: dict[str, Stream] = {}
+    headline = [s for s in HEADLINE if on_gpu or s != {"graph"}]
+    for name in MODELS[ctx.profile]:
+        stream = Stream(ctx, config_of(name), read, *LENGTHS[ctx.profile])
+        need, have = weights_bytes(stream.config, itemsize_of(ctx.dtype)), ctx.machine.memory_bytes * 0.8
+        why = "the time budget ran out" if ctx.left() <= 0 else f"needs {need / 1e9:.1f} GB" if need > have else ""
+        if why:
+            stream.skip("ours", why)
+            continue
+        ctx.record.add("floor_throughput", read / stream.bytes, "tok/s", kind="predicted", params=stream.params)
         try:
-            measure_model(ctx, name, read, keep=_HEADLINE_S * (len(names) - 1 - i) if ctx.full else 0.0)
+            measure_variants(stream, models[name], headline, 3 if ctx.full else 1)
         except PdlabError as error:
-            ctx.say(f"  {name}: {error}")
-            ctx.record.skip("throughput", "tok/s", str(error), params={"model": name, "dtype": ctx.dtype})
-        if ctx.machine.is_gpu:
-            torch.cuda.empty_cache()
+            stream.skip("ours", str(error))
+            continue
+        streams[name] = stream
+    detailed = [(n, s) for n, s in streams.items() if s.config.name in DETAILED]
+    for name, stream in detailed:
+        fresh = distinct(stages.waterfall(), headline, on_gpu)
+        if fresh and ctx.left() > 0:  # ours again among them: rows to be compared belong to one set of turns
+            measure_variants(stream, models[name], [*fresh, stages.ALL], 2)
+    for name, stream in detailed:
+        if ctx.left() > 0:
+            _breakdown.record(ctx, models[name], stream.prompt + stream.new // 2, read)
+            ctx.record.flush()
+    for who, module in (("torch_compile", _compiled), ("transformers", _transformers)):
+        for name, stream in detailed:
+            rival(stream, models[name], who, module)
+    for name, stream in detailed:
+        fresh = distinct(stages.alone() + stages.left_out(), [*headline, *stages.waterfall()], on_gpu)
+        if stream.config.name in _ONE_BY_ONE and fresh and ctx.left() > 0:
+            measure_variants(stream, models[name], [*fresh, stages.ALL], 2)
+    models.clear()
