@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
-    from pdlab.kernels.tuning import DecodeTile, HopperTile, PrefillTile
+    from pdlab.kernels.tuning import DecodeRing, DecodeTile, HopperTile, PrefillTile
 
 NAME = "attention_tiles"
 HELP = "sweep of the attention kernels' tile sizes; writes the device's tuning table"
 
 QUERIES = (256, 4096)  # tokens a prompt: one length for the bandwidth-bound tiles, one for the compute-bound
+DECODES = ((1, 4096), (1, 65536), (8, 4096), (32, 4096))  # requests, tokens a request; the last stands for all larger ones
 HEADS, KV_HEADS, TOKENS = 32, 8, 16384  # query and KV heads; tokens of all prompts together
 
 
@@ -31,6 +32,29 @@ def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[Decode
             stages = min(5, (shared_bytes // blocks - (10 << 10)) // (2 * block_n * head_dim * 2) + 1)
             if stages >= 2 and block_n <= 32 * warps:
                 yield DecodeTile(block_n, warps, stages, blocks, pdl)
+
+
+def ring_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeRing]:
+    """One to three resident blocks, each with as many tiles in its ring as fit; none for head sizes that the kernel has not."""
+    from pdlab.kernels.tuning import DecodeRing
+
+    for blocks in (1, 2, 3) if head_dim in (64, 128) else ():
+        stages = min(6, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (256 * head_dim))
+        if stages >= 2:
+            yield DecodeRing(4, stages, blocks, pdl=pdl)
+
+
+def ring_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeRing]:
+    """Resident blocks, each with as many tiles of 16 keys a warp in its ring as fit, and a ring one tile shorter."""
+    from pdlab.kernels.tuning import DecodeRing
+
+    for warps in (2, 4):
+        for blocks in (1, 2, 3):
+            fit = min(8, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (64 * warps * head_dim))
+            for stages in dict.fromkeys((fit, fit - 1, 3)):
+                for least in (2, 8):
+                    if 2 <= stages <= fit:
+                        yield DecodeRing(warps, stages, blocks, least, pdl)
 
 
 def prefill_tiles(shared_bytes: int, head_dim: int) -> Iterator[PrefillTile]:
@@ -52,14 +76,20 @@ def hopper_tiles(head_dim: int) -> Iterator[HopperTile]:
             yield HopperTile(consumers, block_n, stages, turns)
 
 
-def sweep(phase: str, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
+def sweep(phase: str, tuning: Any, head_dim: int, batch: int) -> Iterator[tuple[str, Any]]:
     """(kind of table entry, tile) of everything worth timing in a phase."""
     if phase == "decode":
-        yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, tuning.capability >= (9, 0)))
+        pdl = tuning.capability >= (9, 0)
+        yield from (("decode_ring", tile) for tile in ring_tiles(tuning.shared_bytes, head_dim, pdl))
+        if batch == DECODES[-1][0]:
+            yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, pdl))
         return
     yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim))
     if tuning.capability == (9, 0):
         yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim))
+
+
+Best = dict[tuple[str, int, int], tuple[float, dict[str, Any]]]  # (kind, requests, tokens) -> milliseconds, sizes
 
 
 def run(ctx: Context) -> None:
@@ -72,18 +102,18 @@ def run(ctx: Context) -> None:
         return
     tuning = Tuning.of_device()
     for dim in (128, 64):
-        best: dict[tuple[str, int], tuple[float, dict[str, Any]]] = {}
-        for phase, n, batch in (("decode", 4096, 32), *(("prefill", n, TOKENS // n) for n in QUERIES)):
+        best: Best = {}
+        for phase, batch, n in (*(("decode", *cell) for cell in DECODES), *(("prefill", TOKENS // n, n) for n in QUERIES)):
             new = n if phase == "prefill" else 1
             q, view = common.make_view(
                 [n] * batch, [new] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=dim, page=16 if phase == "decode" else 0,
                 dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
             )  # fmt: skip
-            for kind, tile in sweep(phase, tuning, dim):
+            for kind, tile in sweep(phase, tuning, dim, batch):
                 ms = _one(ctx, kind, tile, tuning, q, view)
-                if ms is not None and ms < best.get((kind, n), (float("inf"), {}))[0]:
-                    best[kind, n] = (ms, asdict(tile))
-                    ctx.say(f"  {kind} {dim} {n}: {asdict(tile)} {ms * 1e3:.1f} us")
+                if ms is not None and ms < best.get((kind, batch, n), (float("inf"), {}))[0]:
+                    best[kind, batch, n] = (ms, asdict(tile))
+                    ctx.say(f"  {kind} {dim} {batch} x {n}: {asdict(tile)} {ms * 1e3:.1f} us")
         if best:
             common.write_table(ctx, "attention_tiles", entries(best, dim), {"head_dim": dim})
     common.insist(ctx)
@@ -93,7 +123,7 @@ def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any) -> 
     """Milliseconds of one tile, also written as a row; None where it has none."""
     from pdlab.bench import _attention as common
 
-    params = {"kernel": kind, "head_dim": q.shape[2], "length": view.max_kv, "dtype": ctx.dtype}
+    params = {"kernel": kind, "head_dim": q.shape[2], "length": view.max_kv, "batch": len(view.host_lens), "dtype": ctx.dtype}
     params |= {f"tile_{name}": value for name, value in asdict(tile).items()}
     if ctx.left() <= 0:
         ctx.record.skip("latency", "us", "the time budget ran out", params=params)
@@ -110,16 +140,24 @@ def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any) -> 
     return None
 
 
-def entries(best: dict[tuple[str, int], tuple[float, dict[str, Any]]], head_dim: int) -> list[dict[str, Any]]:
-    """Table entries of the fastest tiles of (kind, length), shortest first; the Hopper kernel's where it beats the plain."""
+def entries(best: Best, head_dim: int) -> list[dict[str, Any]]:
+    """Table entries of the fastest tiles, smallest work first; of two kernels for the same work only the faster one's."""
     made = []
-    for (kind, length), (ms, sizes) in sorted(best.items()):
-        bounds = {"max_rows": 16} if kind == "decode" else {}
-        if kind != "decode" and length == min(QUERIES):
-            bounds = {"max_queries": length}
-        elif kind == "prefill_hopper":
+    decode = ("decode", *DECODES[-1])
+    for (kind, batch, length), (ms, sizes) in sorted((x for x in best.items() if x[0][0] == "decode_ring"), key=lambda x: x[0]):
+        last = (batch, length) == DECODES[-1]
+        if not last or ms <= best.get(decode, (float("inf"), {}))[0]:
+            bounds = {} if last else {"max_batch": batch, "max_kv": length}
+            made.append({"kind": kind, "head_dim": head_dim, **bounds, **sizes})
+    if decode in best:
+        made.append({"kind": "decode", "head_dim": head_dim, "max_rows": 16, **best[decode][1]})
+    for (kind, batch, length), (ms, sizes) in sorted(best.items()):
+        if not kind.startswith("prefill"):
+            continue
+        bounds = {"max_queries": length} if length == min(QUERIES) else {}
+        if kind == "prefill_hopper" and not bounds:
             bounds = {"min_queries": min(QUERIES) + 1}  # a shorter prompt must not fall through to here
-        if kind != "prefill_hopper" or ms < best.get(("prefill", length), (float("inf"), {}))[0]:
+        if kind == "prefill" or ms < best.get(("prefill", batch, length), (float("inf"), {}))[0]:
             made.append({"kind": kind, "head_dim": head_dim, **bounds, **sizes})
     return made
 
@@ -129,9 +167,19 @@ def call_of(tile: Any, tuning: Any, device: str = "cuda") -> Any:
     from pdlab.kernels.flash_decode import Workspace, flash_decode
     from pdlab.kernels.flash_prefill import flash_prefill
 
+    if hasattr(tile, "least"):
+        from pdlab.kernels.flash_decode_ring import flash_decode_ring
+
+        grid = tile.blocks_per_sm * tuning.multiprocessors
+        parts = Workspace.create(device, programs=grid, rows=16, head_dim=256, segments=64 * 32)
+        return lambda q, view: flash_decode_ring(q, view, parts, tile, grid)
     if hasattr(tile, "blocks_per_sm"):
         programs = tile.blocks_per_sm * tuning.multiprocessors
         work = Workspace.create(device, programs=programs, rows=16, head_dim=256, segments=64 * 32)
+        if hasattr(tile, "least"):
+            from pdlab.kernels.flash_decode_ring import flash_decode_ring
+
+            return lambda q, view: flash_decode_ring(q, view, work, tile, programs)
         return lambda q, view: flash_decode(q, view, work, tile, programs)
     if hasattr(tile, "consumers"):
         from pdlab.kernels.flash_prefill_hopper import flash_prefill_hopper

@@ -6,10 +6,11 @@ Bytes: K and V once, 2 * kv_heads * head_dim * itemsize a cached token (4 KB for
 partial results are small. Bound: bandwidth. At 32 x 4096 tokens, 8 KV heads of 128: 537 MB, 116 us at 4.63 TB/s.
 
 The query heads of a group share their K and V, so they are the rows of one matrix product. All (request, KV head) segments,
-cut into tiles of BLOCK_N tokens, form one line; program p of P takes an equal stretch of it, so a request of 128k tokens
-beside thirty-one of 4k costs what its bytes cost. A segment that several programs share is combined by the last of them to
-finish (its counter says so), without a second launch. All sizes that change from step to step are read on the device: the
-grid is fixed, and a captured CUDA graph stays valid.
+cut into tiles of BLOCK_N tokens, form one line; program p of P takes an equal stretch of it (`share_out`), so a request of 128k
+tokens beside thirty-one of 4k costs what its bytes cost. A segment that several programs share is combined by the last of them
+to finish (its counter says so), without a second launch. All sizes that change from step to step are read on the device: the
+grid is fixed, and a captured CUDA graph stays valid. flash_decode_ring does the same faster for single queries and the usual
+head sizes; this one takes any.
 
 Oracle: reference.ReferenceOps.attention. Twin for the interpreter: this kernel itself (fp16, fp32).
 """
@@ -30,6 +31,26 @@ if TYPE_CHECKING:
     from pdlab.kernels.tuning import DecodeTile
 
 LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def share_out(tiles_of, ours, programs, KV_HEADS: tl.constexpr):
+    """How the line of tiles is cut: (piece, share). A segment's place on the line is its tiles rounded up to whole pieces, and
+    program p has the line from p * share on.
+
+    Where lengths are alike, each program has one piece of one segment, or several whole segments: none has to finish two parts.
+    That may leave an eighth of the time unused; where it would leave more, stretches begin and end anywhere (pieces are tiles).
+    """
+    total = tl.sum(tiles_of, 0) * KV_HEADS
+    longest = tl.maximum(tl.max(tiles_of, 0), 1)
+    segments = tl.maximum(tl.sum(ours.to(tl.int32), 0) * KV_HEADS, 1)
+    pieces = programs // segments  # of one segment
+    piece = (longest + pieces - 1) // tl.maximum(pieces, 1)
+    piece = tl.where(pieces == 0, longest, piece)
+    share = tl.where(pieces == 0, (segments + programs - 1) // programs * longest, piece)
+    even = tl.maximum((total + programs - 1) // programs, 1)
+    uneven = share * 8 > even * 9
+    return tl.where(uneven, 1, piece), tl.where(uneven, even, share)
 
 
 @triton.jit
@@ -195,13 +216,11 @@ def flash_decode_kernel(
     lens = tl.load(LENS + lanes_b, mask=real, other=0)
     ours = (q_count > 0) & (q_count <= MAX_Q)  # longer ones are the prefill kernel's
     tiles_of = tl.where(ours, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N, 1), 0)
-    ends = tl.cumsum(tiles_of, 0) * KV_HEADS
-    total = tl.sum(tiles_of, 0) * KV_HEADS
-    # program p takes tiles [p * share + min(p, extra), ...): stretches differ by one tile at most
-    share = total // programs
-    extra = total % programs
-    mine = pid * share + tl.minimum(pid, extra)
-    stop = mine + share + (pid < extra).to(tl.int32)
+    piece, share = share_out(tiles_of, ours, programs, KV_HEADS)
+    slots_of = (tiles_of + piece - 1) // piece * piece
+    ends = tl.cumsum(slots_of, 0) * KV_HEADS
+    mine = pid * share
+    stop = tl.minimum(mine + share, tl.sum(slots_of, 0) * KV_HEADS)
 
     if PDL:  # lengths and tables are older than the kernel before this one; q, the newest K and V and the workspace are not
         tl.extra.cuda.gdc_wait()
@@ -211,14 +230,15 @@ def flash_decode_kernel(
     tile = mine
     while tile < stop:
         request = tl.sum((ends <= tile).to(tl.int32), 0)
-        tiles = pick(tiles_of, request, lanes_b)
         length = pick(lens, request, lanes_b)
+        tiles = tl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1)
+        slots = (tiles + piece - 1) // piece * piece
         queries = pick(q_count, request, lanes_b)
         token = pick(q_first, request, lanes_b).to(tl.int64)
-        into = tile - (pick(ends, request, lanes_b) - tiles * KV_HEADS)
-        head = into // tiles
-        first = into % tiles
-        take = tl.minimum(tiles - first, stop - tile)
+        into = tile - (pick(ends, request, lanes_b) - slots * KV_HEADS)
+        head = into // slots
+        first = into % slots
+        count = tl.minimum(stop - tile, tiles - first)
 
         row_ok = rows < queries * GROUP
         q_at = (token + rows // GROUP) * q_token_stride + (head * GROUP + rows % GROUP) * q_head_stride
@@ -226,13 +246,13 @@ def flash_decode_kernel(
         head_at = head.to(tl.int64) * head_stride
         m, denominator, acc = _attend(
             q, K + head_at, V + head_at, TABLE, BASE, scale_log2, request,
-            first * BLOCK_N, tl.minimum((first + take) * BLOCK_N, length), length, queries,
+            first * BLOCK_N, tl.minimum((first + count) * BLOCK_N, length), length, queries,
             table_stride, page_stride, row_stride,
             GROUP, ROWS, HEAD, HEAD_PAD, BLOCK_N, MAX_Q, PAGED, PAGE, STAGES,
         )  # fmt: skip
         acc = acc / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
         out_offset = token * o_token_stride + head * GROUP * o_head_stride
-        if take == tiles:
+        if count == tiles:
             out = out_offset + (rows // GROUP) * o_token_stride + (rows % GROUP) * o_head_stride
             keep = row_ok[:, None] & (lanes_d < HEAD)[None, :]
             tl.store(OUT + out[:, None] + lanes_d[None, :], acc.to(OUT.dtype.element_ty), mask=keep)
@@ -245,22 +265,18 @@ def flash_decode_kernel(
             tl.store(PART_LSE + at, lse, mask=held)
             tl.store(PART_O + at[:, None] * HEAD_PAD + lanes_d[None, :], acc, mask=held[:, None])
             start = tile - first
-            end = start + tiles - 1
-            wide = extra * (share + 1)  # tiles held by the programs that have one more
-            p_first = tl.where(start < wide, start // (share + 1), extra + (start - wide) // tl.maximum(share, 1))
-            p_last = tl.where(end < wide, end // (share + 1), extra + (end - wide) // tl.maximum(share, 1))
-            count = p_last - p_first + 1
+            p_first = start // share
+            parts = (start + tiles - 1) // share - p_first + 1
             counter = COUNTERS + request * KV_HEADS + head
             tl.debug_barrier()  # every thread's stores come before the release below
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
                 tl.store(counter, 0)  # for the next launch
-                begins = p_first * share + tl.minimum(p_first, extra)
-                slot_first = 2 * p_first + (start > begins).to(tl.int32)
+                slot_first = 2 * p_first + (start > p_first * share).to(tl.int32)
                 _combine(
-                    PART_O, PART_LSE, OUT, slot_first, p_first, count, queries, out_offset, o_token_stride, o_head_stride,
+                    PART_O, PART_LSE, OUT, slot_first, p_first, parts, queries, out_offset, o_token_stride, o_head_stride,
                     GROUP, ROWS_PAD, HEAD, HEAD_PAD, PARTS, MAX_Q,
                 )  # fmt: skip
-        tile += take
+        tile = tl.minimum(tile - first + slots, stop)
 
 
 @dataclass

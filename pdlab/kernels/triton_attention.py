@@ -9,7 +9,7 @@ import torch
 from pdlab.kernels.flash_decode import Workspace, flash_decode
 from pdlab.kernels.flash_prefill import flash_prefill
 from pdlab.kernels.kv_view import KVView
-from pdlab.kernels.tuning import Tuning
+from pdlab.kernels.tuning import DecodeRing, Tuning
 
 ROWS = 64  # most query rows (tokens x heads of a group) that go through the decode kernel
 
@@ -32,7 +32,8 @@ class TritonAttention:
             self.device, programs=programs, rows=rows, head_dim=self.head_dim, segments=requests * self.kv_heads
         )
 
-    def __call__(self, q: torch.Tensor, view: KVView) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, view: KVView, prefetch: torch.Tensor | None = None) -> torch.Tensor:
+        """`prefetch`: what the next kernel reads; single queries bring it into the L2 cache on the side, where they can."""
         requests = len(view.seq_lens)
         lens = view.host_lens
         group = self.heads // self.kv_heads
@@ -44,7 +45,7 @@ class TritonAttention:
         whole = sum(n for n, _ in lens) == len(q) if lens else len(q) == requests
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if whole else q.new_zeros(q.shape)
         if short:
-            self._decode(q, view, max(short, 1), out)
+            self._decode(q, view, max(short, 1), out, prefetch)
         if view.max_q > max(short, 1):
             self._prefill(q, view, short + 1, out)
         return out
@@ -62,11 +63,14 @@ class TritonAttention:
         tile = self.tuning.prefill(self.head_dim, view.max_q, page, **facts)
         flash_prefill(q, view, tile, **settings)
 
-    def _decode(self, q: torch.Tensor, view: KVView, max_q: int, out: torch.Tensor) -> None:
+    def _decode(self, q: torch.Tensor, view: KVView, max_q: int, out: torch.Tensor, prefetch: torch.Tensor | None) -> None:
+        from pdlab.kernels.flash_decode_ring import fits, flash_decode_ring
+
         rows = max_q * self.heads // self.kv_heads
         facts = {"kv": view.max_kv, "batch": len(view.seq_lens), "kv_heads": self.kv_heads}
         facts["page"] = view.page_size if view.kind == "paged" else 0
-        tile = self.tuning.decode(self.head_dim, rows, **facts)
+        ring = self.tuning.ring(self.head_dim, rows, **facts) if max_q == 1 and fits(q, view) else None
+        tile = ring or self.tuning.decode(self.head_dim, rows, **facts)
         need = {
             "programs": tile.blocks_per_sm * self.tuning.multiprocessors,
             "rows": rows,
@@ -76,4 +80,7 @@ class TritonAttention:
         if not self.workspace.fits(**need):
             self._outgrown.append(self.workspace)  # captured graphs go on using it
             self.workspace = self._make_workspace(rows, len(view.seq_lens))
-        flash_decode(q, view, self.workspace, tile, need["programs"], max_q=max_q, out=out)
+        if isinstance(tile, DecodeRing):
+            flash_decode_ring(q, view, self.workspace, tile, need["programs"], out=out, prefetch=prefetch)
+        else:
+            flash_decode(q, view, self.workspace, tile, need["programs"], max_q=max_q, out=out)

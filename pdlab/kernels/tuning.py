@@ -36,6 +36,17 @@ class DecodeTile:
 
 
 @dataclass(frozen=True)
+class DecodeRing:
+    """The decode kernel's that keeps a ring of asynchronous copies. A tile is 16 keys a warp."""
+
+    warps: int
+    stages: int  # tiles of K and V in the ring
+    blocks_per_sm: int  # the grid is this times the multiprocessors
+    least: int = 4  # tiles a program, below which only one program a multiprocessor shares the work
+    pdl: bool = False  # programmatic dependent launch; Hopper and later
+
+
+@dataclass(frozen=True)
 class PrefillTile:
     block_m: int  # query rows (tokens x heads of a group)
     block_n: int
@@ -49,15 +60,19 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The warp-specialized prefill kernel's."""
+    """The warp-specialized prefill kernels': flash_prefill_hopper's, or with `blocks` flash_prefill_tasks'."""
 
     consumers: int  # warpgroups of 64 query rows: 2 or 3
     block_n: int
     stages: int  # tiles of K and V in the ring
     turns: bool = True  # consumers take turns at starting products
+    polynomial: int = 0  # one of so many exponentials is a polynomial on the arithmetic units: 8, or 0 for none
+    by_request: int = 0  # prompts up to this length run request by request, longer ones the longest first
+    blocks: int = 0  # blocks of 64 query rows in an item whose K and V stay in the ring
+    share: int = 1  # query heads in such an item
 
 
-Tile = TypeVar("Tile", DecodeTile, PrefillTile, HopperTile)
+Tile = TypeVar("Tile", DecodeTile, DecodeRing, PrefillTile, HopperTile)
 
 
 @cache
@@ -92,6 +107,10 @@ def first_match(entries: list[dict[str, Any]], **facts: Any) -> dict[str, Any] |
     return next((entry for entry in entries if all(holds(k, v) for k, v in entry.items())), None)
 
 
+def _tile(kind: type[Tile], entry: dict[str, Any]) -> Tile:
+    return kind(**{f.name: entry[f.name] for f in fields(kind) if f.name in entry})
+
+
 @dataclass(frozen=True)
 class Tuning:
     """What decides a tile. `device` is a slug; sizes are the device's own, in bytes."""
@@ -122,6 +141,17 @@ class Tuning:
             self.shared_bytes, head_dim, rows
         )
 
+    def ring(self, head_dim: int, rows: int, **facts: int) -> DecodeRing | None:
+        """Tile of the decode kernel with a ring; None where the capability or the head size has none, or the table names the
+        plain kernel: of the entries of both kinds, the first that fits counts. `facts`: as `decode`."""
+        if self.capability < (8, 0) or head_dim not in (64, 128):
+            return None
+        entries = [e for e in table(self.device).get("attention_tiles", []) if e.get("kind") in ("decode", "decode_ring")]
+        entry = first_match(entries, head_dim=head_dim, rows=rows, **facts)
+        if entry is None:
+            return ring_rule(self.capability, self.shared_bytes, head_dim)
+        return _tile(DecodeRing, entry) if entry["kind"] == "decode_ring" else None
+
     def prefill(self, head_dim: int, queries: int, page: int, **facts: int) -> PrefillTile:
         """`queries`: of the longest chunk; `page` 0 for extents. `facts`: `group`, `batch`, `kv_heads`."""
         return self._measured(PrefillTile, "prefill", head_dim=head_dim, queries=queries, page=page, **facts) or prefill_rule(
@@ -134,13 +164,14 @@ class Tuning:
 
     def _measured(self, kind: type[Tile], name: str, **facts: Any) -> Tile | None:
         entry = first_match(table(self.device).get("attention_tiles", []), kind=name, **facts)
-        return kind(**{f.name: entry[f.name] for f in fields(kind) if f.name in entry}) if entry else None
+        return _tile(kind, entry) if entry else None
 
     def most_decode_programs(self, head_dim: int) -> int:
         """Programs of the largest grid that any of this head size's decode tiles asks for; sizes the workspace."""
         most = [decode_rule(self.shared_bytes, head_dim, rows).blocks_per_sm for rows in (1, 16, 32, 64)]
+        most.append(ring_rule(self.capability, self.shared_bytes, head_dim).blocks_per_sm)
         for entry in table(self.device).get("attention_tiles", []):
-            if entry.get("kind") == "decode" and entry.get("head_dim", head_dim) == head_dim:
+            if entry.get("kind") in ("decode", "decode_ring") and entry.get("head_dim", head_dim) == head_dim:
                 most.append(entry["blocks_per_sm"])
         return self.multiprocessors * max(most)
 
@@ -154,6 +185,19 @@ def decode_rule(shared_bytes: int, head_dim: int, rows: int) -> DecodeTile:
         if on_their_way + (10 << 10) <= shared_bytes // blocks:  # the rest: p, reductions, CUDA's own reserve
             break
     return DecodeTile(block_n, warps, stages, blocks)
+
+
+def ring_rule(capability: tuple[int, int], shared_bytes: int, head_dim: int) -> DecodeRing:
+    """Four warps, as many resident blocks as registers allow, and as many tiles as the shared memory holds of that many.
+
+    The grid's blocks must be no fewer than fit: with room for more, some multiprocessors would take more blocks than others.
+    """
+    tile, exchange, reserved = 256 * head_dim, 64 * head_dim, 1 << 10
+    for blocks in (3, 2, 1) if head_dim == 64 else (2, 1):
+        stages = min(6, (shared_bytes // blocks - exchange - reserved) // tile)
+        if stages >= 2:
+            break
+    return DecodeRing(4, stages, blocks, pdl=capability >= (9, 0))
 
 
 def prefill_rule(capability: tuple[int, int], head_dim: int, queries: int) -> PrefillTile:

@@ -2,9 +2,9 @@
 
     python compile_worker.py '[["decode", [9, 0], 128, 1], ["prefill", [8, 0], 64, 4096], ...]'
 
-A job is kind (decode, prefill, or hopper for the warp-specialized prefill), capability, head size, and query tokens a request
-(decode: at once; prefill: of the longest chunk). Run in a
-process without TRITON_INTERPRET, under which nothing would be compiled.
+A job is kind (decode, ring for the decode kernel with a ring, prefill, or hopper for the warp-specialized prefill), capability,
+head size, and query tokens a request (decode: at once; prefill: of the longest chunk) or, for the ring, the query heads of a
+group. Run in a process without TRITON_INTERPRET, under which nothing would be compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from pdlab.kernels.addressing import padded_head
 from pdlab.kernels.flash_decode import flash_decode_kernel
 from pdlab.kernels.flash_prefill import flash_prefill_kernel
-from pdlab.kernels.tuning import DecodeTile, PrefillTile, Tuning
+from pdlab.kernels.tuning import DecodeRing, DecodeTile, PrefillTile, Tuning
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 GROUP, PAGE, LANES = 4, 16, 32
@@ -59,7 +59,13 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def ahead_of_time(
-    kernel: Any, source: type, fixed: dict[str, Any], types: dict[str, str], capability: tuple[int, int], warps: int
+    kernel: Any,
+    source: type,
+    fixed: dict[str, Any],
+    types: dict[str, str],
+    capability: tuple[int, int],
+    warps: int,
+    **more: Any,
 ) -> Any:
     """The kernel compiled for these constants and argument types; any other argument is an int32."""
     types = dict.fromkeys(fixed, "constexpr") | types
@@ -71,7 +77,7 @@ def ahead_of_time(
         attrs={at[name]: [["tt.divisibility", 16]] for name in (*POINTERS, *STRIDES) if name in at},
     )
     major, minor = capability
-    return triton.compile(code, target=GPUTarget("cuda", 10 * major + minor, 32), options={"num_warps": warps})
+    return triton.compile(code, target=GPUTarget("cuda", 10 * major + minor, 32), options={"num_warps": warps} | more)
 
 
 def compile_hopper(head: int) -> Any:
@@ -90,11 +96,31 @@ def compile_hopper(head: int) -> Any:
     return ahead_of_time(flash_prefill_hopper_kernel, GluonASTSource, fixed, types, (9, 0), 4)
 
 
+def compile_ring(tile: DecodeRing, capability: tuple[int, int], head: int, group: int) -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from pdlab.kernels.flash_decode_ring import flash_decode_ring_kernel, registers_of
+
+    fixed = {"KV_HEADS": 8, "GROUP": group, "COLUMNS": max(8, group), "HEAD": head, "BATCH_PAD": LANES, "PAGED": True}
+    fixed |= {"PAGE": PAGE, "PAGE_STRIDE": 8 * PAGE * head, "ROW_STRIDE": head, "RUN": 16, "STAGES": tile.stages}
+    fixed |= {"PREFETCH": tile.pdl, "PDL": tile.pdl, "WARPS": tile.warps}
+    types = POINTERS | {"scale_log2": "fp32", "NEXT": "*u8"}
+    most = {"maxnreg": registers_of(head, group)}
+    return ahead_of_time(flash_decode_ring_kernel, GluonASTSource, fixed, types, capability, tile.warps, **most)
+
+
 def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) -> dict[str, Any]:
     tuning = Tuning("no-such-device", capability, 132, 50 << 20)
     if kind == "hopper":
         built = compile_hopper(head)
         answer = {"shared": built.metadata.shared, "blocks": 1, "warps": 12 if head == 128 else 16, "room": tuning.shared_bytes}
+        return answer | resources(built.asm["cubin"])
+    if kind == "ring":
+        ring = tuning.ring(head, tokens)
+        assert ring is not None
+        built = compile_ring(ring, capability, head, tokens)
+        blocks = ring.blocks_per_sm if tokens <= 8 else 1  # larger groups take more: the grid's blocks come one after the other
+        answer = {"shared": built.metadata.shared, "blocks": blocks, "warps": ring.warps, "room": tuning.shared_bytes}
         return answer | resources(built.asm["cubin"])
     kernel = flash_decode_kernel if kind == "decode" else flash_prefill_kernel
     tile = tuning.decode(head, tokens * GROUP) if kind == "decode" else tuning.prefill(head, tokens, PAGE)
