@@ -91,6 +91,9 @@ def rates(
     figure, axes = canvas(claim, footer, size=(9.2, 4.6))
     ax = axes[0, 0]
     handles = [line for line in draw_lines(ax, lines) if line.get_label() != "predicted"]  # the floor's own entry says it
+    for line in handles:
+        if str(line.get_label()).startswith("the floor"):
+            line.set_color(INK)
     ax.set(xscale="log", xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12 * float(lines["y"].max())))
     plain_ticks(ax.xaxis, lines["x"], limit=11)
     figure.legend(handles=handles, loc="outside right center")
