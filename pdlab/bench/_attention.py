@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdlab.bench.suites import Context
     from pdlab.costs.roofline import Ceilings
     from pdlab.kernels.kv_view import KVView
+    from pdlab.kernels.tuning import DecodeRing, DecodeTile
 
 Call = Callable[..., Any]
 # p and the output are rounded to the dtype: relative 2^-9 (bfloat16) and 2^-12 (float16) on average, each
@@ -105,6 +106,29 @@ def backend(name: str, q: torch.Tensor, view: KVView, requests: int) -> Call:
     return make_ops(config, heads, q.device, q.dtype).attention
 
 
+def decode_alone(q: torch.Tensor, view: KVView, requests: int) -> Call:
+    """As backend("triton") for single queries, but without programmatic dependent launch: no load begins before its turn.
+
+    In a graph of equal calls a dependent launch lets a call's loads begin under the end of the call before, as they do under
+    a model's preceding kernel; rivals have none of that.
+    """
+    from pdlab.kernels.triton_attention import TritonAttention
+    from pdlab.kernels.tuning import Tuning
+
+    class Alone(Tuning):
+        def decode(self, head_dim: int, rows: int, **facts: int) -> DecodeTile:
+            return replace(super().decode(head_dim, rows, **facts), pdl=False)
+
+        def ring(self, head_dim: int, rows: int, **facts: int) -> DecodeRing | None:
+            ring = super().ring(head_dim, rows, **facts)
+            return ring and replace(ring, pdl=False)
+
+    tuning = Tuning.of_device(q.device.index or 0)
+    alone = Alone(tuning.device, tuning.capability, tuning.multiprocessors, tuning.l2_bytes)
+    heads = {"heads": q.shape[1], "kv_heads": view.k.shape[1], "head_dim": q.shape[2]}
+    return TritonAttention(**heads, max_requests=requests, device=q.device, tuning=alone)
+
+
 @dataclass
 class Measured:
     """Milliseconds by variant, how each was timed, and why the others have none."""
@@ -114,10 +138,18 @@ class Measured:
 
 
 def measure(
-    calls: dict[str, Call], q: torch.Tensor, view: KVView, *, graph: bool, rounds: int = 3, budget_ms: float = 60
+    calls: dict[str, Call],
+    q: torch.Tensor,
+    view: KVView,
+    *,
+    graph: bool,
+    rounds: int = 3,
+    budget_ms: float = 60,
+    truth: tuple[torch.Tensor, int] | None = None,
 ) -> Measured:
     """Each call checked, then timed in turns over caches rotated past L2. What is wrong or cannot run here is left out.
 
+    `truth`: what last_request(q, view) gives, where it is there already.
     With `graph`, calls of up to 2 ms are timed inside CUDA graphs of 20; a launch is a thousandth of what takes longer.
     """
     import torch
@@ -125,7 +157,8 @@ def measure(
     def copy(i: int) -> tuple[Any, ...]:
         return (q, view if i == 0 else replace(view, k=torch.randn_like(view.k), v=torch.randn_like(view.v)))
 
-    truth, usable, left_out = last_request(q, view), {}, {}
+    truth = truth or last_request(q, view)
+    usable, left_out = {}, {}
     for name, call in calls.items():
         try:
             check(name, call, q, view, truth)

@@ -2,7 +2,8 @@
 
 Bytes a step: 2 * tokens in the cache * KV heads * head size * itemsize; `floor_latency` is that over the read bandwidth
 measured in the same run, and `share_of_floor` how much of it was reached. Calls are timed inside a CUDA graph of 20 over
-rotated caches.
+rotated caches. Where `ours` is launched as a programmatic dependent, its loads begin under the call before, as they do under
+a model's preceding kernel; `ours_alone` is the same without.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def _measure(ctx: Context, lens: list[int], params: dict[str, Any], read: float,
         names.pop("sdpa")  # gathering first loses by far, and the more there is to gather the longer it takes to tell
     calls = {name: common.backend(backend, q, view, len(lens)) for name, backend in names.items()}
     if ctx.machine.is_gpu:
+        if (ctx.machine.capability or (0, 0)) >= (9, 0):
+            calls["ours_alone"] = common.decode_alone(q, view, len(lens))
         there, missing = rivals.decode(q, view)
         calls |= there
         new = {name: why for name, why in missing.items() if name not in named}

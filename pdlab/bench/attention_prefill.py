@@ -74,7 +74,7 @@ def measure_case(ctx: Context, params: dict[str, Any], top: Any) -> None:
     flops, moved = flops_and_bytes(params, q.element_size())
     floor_s = max(flops / top.matmul_flops_per_s, moved / top.read_bytes_per_s)
     ctx.record.add("floor_throughput", flops / floor_s / 1e12, "TFLOP/s", kind="predicted", params=params)
-    found = common.measure(calls, q, view, graph=True)
+    found = common.measure(calls, q, view, graph=True, budget_ms=40)
     common.record_left_out(ctx, found.left_out, "throughput", "TFLOP/s", params)
     for name, t in found.times.items():
         ctx.record.add("throughput", t.rate(flops / 1e9, "TFLOP/s"), variant=name, params=params)

@@ -34,27 +34,18 @@ def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[Decode
                 yield DecodeTile(block_n, warps, stages, blocks, pdl)
 
 
-def ring_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeRing]:
-    """One to three resident blocks, each with as many tiles in its ring as fit; none for head sizes that the kernel has not."""
+def ring_tiles(shared_bytes: int, head_dim: int, pdl: bool, small: bool = True) -> Iterator[DecodeRing]:
+    """One to three resident blocks, each with as many tiles in its ring as fit, or one less; none for other head sizes.
+
+    How little a program may get (`least`) matters for small work alone."""
     from pdlab.kernels.tuning import DecodeRing
 
     for blocks in (1, 2, 3) if head_dim in (64, 128) else ():
-        stages = min(6, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (256 * head_dim))
-        if stages >= 2:
-            yield DecodeRing(4, stages, blocks, pdl=pdl)
-
-
-def ring_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeRing]:
-    """Resident blocks, each with as many tiles of 16 keys a warp in its ring as fit, and a ring one tile shorter."""
-    from pdlab.kernels.tuning import DecodeRing
-
-    for warps in (2, 4):
-        for blocks in (1, 2, 3):
-            fit = min(8, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (64 * warps * head_dim))
-            for stages in dict.fromkeys((fit, fit - 1, 3)):
-                for least in (2, 8):
-                    if 2 <= stages <= fit:
-                        yield DecodeRing(warps, stages, blocks, least, pdl)
+        fit = min(6, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (256 * head_dim))
+        for stages in (fit, fit - 1):
+            for least in (2, 4, 8) if small else (4,):
+                if stages >= 2:
+                    yield DecodeRing(4, stages, blocks, least, pdl)
 
 
 def prefill_tiles(shared_bytes: int, head_dim: int) -> Iterator[PrefillTile]:
@@ -76,12 +67,14 @@ def hopper_tiles(head_dim: int) -> Iterator[HopperTile]:
             yield HopperTile(consumers, block_n, stages, turns)
 
 
-def sweep(phase: str, tuning: Any, head_dim: int, batch: int) -> Iterator[tuple[str, Any]]:
+def sweep(phase: str, tuning: Any, head_dim: int, batch: int, length: int) -> Iterator[tuple[str, Any]]:
     """(kind of table entry, tile) of everything worth timing in a phase."""
     if phase == "decode":
         pdl = tuning.capability >= (9, 0)
-        yield from (("decode_ring", tile) for tile in ring_tiles(tuning.shared_bytes, head_dim, pdl))
-        if batch == DECODES[-1][0]:
+        yield from (
+            ("decode_ring", tile) for tile in ring_tiles(tuning.shared_bytes, head_dim, pdl, small=batch * length <= 8192)
+        )
+        if (batch, length) == DECODES[-1]:
             yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, pdl))
         return
     yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim))
@@ -109,8 +102,9 @@ def run(ctx: Context) -> None:
                 [n] * batch, [new] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=dim, page=16 if phase == "decode" else 0,
                 dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
             )  # fmt: skip
-            for kind, tile in sweep(phase, tuning, dim, batch):
-                ms = _one(ctx, kind, tile, tuning, q, view)
+            truth = common.last_request(q, view)
+            for kind, tile in sweep(phase, tuning, dim, batch, n):
+                ms = _one(ctx, kind, tile, tuning, q, view, truth)
                 if ms is not None and ms < best.get((kind, batch, n), (float("inf"), {}))[0]:
                     best[kind, batch, n] = (ms, asdict(tile))
                     ctx.say(f"  {kind} {dim} {batch} x {n}: {asdict(tile)} {ms * 1e3:.1f} us")
@@ -119,7 +113,7 @@ def run(ctx: Context) -> None:
     common.insist(ctx)
 
 
-def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any) -> float | None:
+def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any, truth: Any) -> float | None:
     """Milliseconds of one tile, also written as a row; None where it has none."""
     from pdlab.bench import _attention as common
 
@@ -129,7 +123,7 @@ def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any) -> 
         ctx.record.skip("latency", "us", "the time budget ran out", params=params)
         return None
     try:
-        found = common.measure({"ours": call_of(tile, tuning)}, q, view, graph=True, rounds=1, budget_ms=30)
+        found = common.measure({"ours": call_of(tile, tuning)}, q, view, graph=True, rounds=1, budget_ms=20, truth=truth)
     except Exception as error:  # out of shared memory or registers: not a tile for this device
         ctx.record.skip("latency", "us", f"{type(error).__name__}: {error}"[:200], params=params)
         return None
@@ -151,7 +145,7 @@ def entries(best: Best, head_dim: int) -> list[dict[str, Any]]:
             made.append({"kind": kind, "head_dim": head_dim, **bounds, **sizes})
     if decode in best:
         made.append({"kind": "decode", "head_dim": head_dim, "max_rows": 16, **best[decode][1]})
-    for (kind, batch, length), (ms, sizes) in sorted(best.items()):
+    for (kind, batch, length), (ms, sizes) in sorted(best.items(), key=lambda x: (x[0][0], x[0][2])):
         if not kind.startswith("prefill"):
             continue
         bounds = {"max_queries": length} if length == min(QUERIES) else {}
@@ -167,12 +161,6 @@ def call_of(tile: Any, tuning: Any, device: str = "cuda") -> Any:
     from pdlab.kernels.flash_decode import Workspace, flash_decode
     from pdlab.kernels.flash_prefill import flash_prefill
 
-    if hasattr(tile, "least"):
-        from pdlab.kernels.flash_decode_ring import flash_decode_ring
-
-        grid = tile.blocks_per_sm * tuning.multiprocessors
-        parts = Workspace.create(device, programs=grid, rows=16, head_dim=256, segments=64 * 32)
-        return lambda q, view: flash_decode_ring(q, view, parts, tile, grid)
     if hasattr(tile, "blocks_per_sm"):
         programs = tile.blocks_per_sm * tuning.multiprocessors
         work = Workspace.create(device, programs=programs, rows=16, head_dim=256, segments=64 * 32)

@@ -243,24 +243,49 @@ def test_each_missing_care_shows_in_the_stability_rows(tmp_path: Path) -> None:
     assert bad("no_guard_empty", "masked", "float32")
 
 
-def test_tiles_that_are_swept_fit_and_become_entries_by_length() -> None:
+def test_tiles_that_are_swept_fit_and_are_different() -> None:
     for dim in (64, 128):
         for shared in (164 << 10, 100 << 10, 228 << 10):
-            decode, prefill = (
+            for made in (
                 list(attention_tiles.decode_tiles(shared, dim, False)),
+                list(attention_tiles.ring_tiles(shared, dim, False)),
                 list(attention_tiles.prefill_tiles(shared, dim)),
-            )
-            assert len(set(decode)) == len(decode) >= 3
-            assert len(set(prefill)) == len(prefill) >= 3
-    plain, ring = ({"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}, {"consumers": 2, "block_n": 128, "stages": 2})
-    best = {("prefill", 256): (1.0, plain), ("prefill", 4096): (2.0, plain | {"block_m": 128})}
-    best |= {("prefill_hopper", 256): (1.1, ring), ("prefill_hopper", 4096): (1.9, ring)}
+            ):
+                assert len(set(made)) == len(made) >= 3
+            for ring in attention_tiles.ring_tiles(shared, dim, True):
+                assert ring.blocks_per_sm * ring.stages * 16 * ring.warps * dim * 2 * 2 < shared
+
+
+def test_the_fastest_tiles_become_entries_by_length_and_batch() -> None:
+    plain, hopper = ({"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}, {"consumers": 2, "block_n": 128, "stages": 2})
+    best: Any = {("prefill", 64, 256): (1.0, plain), ("prefill", 4, 4096): (2.0, plain | {"block_m": 128})}
+    best |= {("prefill_hopper", 64, 256): (1.1, hopper), ("prefill_hopper", 4, 4096): (1.9, hopper)}
     table = attention_tiles.entries(best, 128)
-    for queries, block_m, hopper in ((100, 64, False), (256, 64, False), (257, 128, True), (20000, 128, True)):
+    for queries, block_m, wins in ((100, 64, False), (256, 64, False), (257, 128, True), (20000, 128, True)):
         found = first_match(table, kind="prefill", head_dim=128, queries=queries, page=16)
         assert found is not None
         assert found["block_m"] == block_m
-        assert (first_match(table, kind="prefill_hopper", head_dim=128, queries=queries) is not None) == hopper
+        assert (first_match(table, kind="prefill_hopper", head_dim=128, queries=queries) is not None) == wins
+
+
+def test_decode_takes_the_ring_where_it_is_the_faster_one() -> None:
+    def ring(stages: int) -> dict[str, Any]:
+        return {"warps": 4, "stages": stages, "blocks_per_sm": 2, "least": 2}
+
+    best: Any = {("decode_ring", b, n): (1.0, ring(i)) for i, (b, n) in enumerate(attention_tiles.DECODES, 2)}
+    best["decode", *attention_tiles.DECODES[-1]] = (1.1, {"block_n": 64, "warps": 4, "stages": 3, "blocks_per_sm": 2})
+
+    def chosen(batch: int, kv: int) -> tuple[str, int]:
+        found = first_match(attention_tiles.entries(best, 128), head_dim=128, rows=4, batch=batch, kv=kv, page=16)
+        assert found is not None
+        return found["kind"], found["stages"]
+
+    assert chosen(1, 4096) == ("decode_ring", 2)
+    assert chosen(1, 9000) == ("decode_ring", 3)
+    assert chosen(7, 4096) == ("decode_ring", 4)
+    assert chosen(7, 9000) == chosen(128, 99) == ("decode_ring", 5)
+    best["decode_ring", *attention_tiles.DECODES[-1]] = (1.2, ring(5))
+    assert chosen(128, 99) == ("decode", 3)
 
 
 def test_the_suites_on_a_machine_without_a_gpu_say_why_tiles_are_not_swept(tmp_path: Path) -> None:
