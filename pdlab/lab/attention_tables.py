@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
 PLAIN, OURS = ("article", "torch_math"), ("ours", "sdpa")  # in order of preference, on a GPU and on a CPU
 NAMES = {
-    "ours": "this project", "ours_alone": "no dependent launch", "article": "plain attention", "torch_math": "SDPA, plain", "fa2": "FlashAttention 2",
-    "fa3": "FlashAttention 3", "cudnn": "cuDNN", "flashinfer": "FlashInfer", "sdpa": "SDPA", "plain": "the lab's oracle",
+    "ours": "this project", "ours_alone": "no dependent launch", "article": "plain attention", "torch_math": "SDPA, plain",
+    "fa2": "FlashAttention 2", "fa3": "FlashAttention 3", "cudnn": "cuDNN", "flashinfer": "FlashInfer", "sdpa": "SDPA",
+    "plain": "the lab's oracle",
 }  # fmt: skip
 
 
