@@ -109,7 +109,7 @@ def profile(loaded: Loaded, switches: stages.Switches, tokens: int, trace: Path 
     with step_of(loaded, switches - {"graph", "dependent", "prefetch", "two_steps"}, tokens, ranged=True) as (executor, plan):
         plans = [plan(i) for i in range(2 + STEPS)]
         run_steps(executor, plans[:2], 1)
-        with torch.profiler.profile(activities=kinds) as profiler:
+        with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
             run_steps(executor, plans[2:], 1)
     found: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():

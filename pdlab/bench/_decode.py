@@ -54,7 +54,7 @@ def take_turns(
     graph: bool,
     rounds: int = 3,
     n: int = 15,
-    budget_ms: float = 40.0,
+    budget_ms: float = 20.0,
 ) -> dict[str, Timings]:
     """Microseconds of each call, A B A B, over rotated inputs; in a CUDA graph of 20 calls, or launched one by one."""
 

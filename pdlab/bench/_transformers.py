@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdlab.models.loading import Loaded
 
 SECONDS = 15.0  # with less left it is not begun
-NEW = 24  # tokens timed
+NEW = 16  # tokens timed
 
 
 def why_not(machine: Machine) -> str | None:

@@ -44,13 +44,13 @@ def measure_batch(ctx: Context, loaded: Loaded, batch: int, read: float) -> None
 
             def once(executor: Any = executor, plan: Any = plan) -> Timings:
                 def sample() -> list[float]:
-                    plans = [plan(i) for i in range(24 if ctx.full else 5)]
+                    plans = [plan(i) for i in range(18 if ctx.full else 5)]
                     return [1e3 * gap for gap in run_steps(executor, plans, 2)[2:]]
 
                 return steady(sample, "ms", ctx.machine.is_gpu)
 
             calls[stages.name_of(switches)] = once
-        times = alternate(calls, 3 if ctx.full else 1)
+        times = alternate(calls, 2 if ctx.full else 1)
     ctx.record.add("floor_latency", nbytes / read * 1e3, "ms", kind="predicted", params=params)
     for name, t in times.items():
         share = t.rate(100 * nbytes / read * 1e3, "percent")

@@ -38,7 +38,7 @@ LENGTHS = {"full": (512, 256), "smoke": (24, 12)}  # prompt, new tokens
 DETAILED = ("llama-1b", "llama-3-8b", "llama-tiny")  # models with the whole waterfall; the others get the headline
 _ONE_BY_ONE = ("llama-1b", "llama-tiny")  # and each switch alone and left out
 HEADLINE = (stages.ALL, frozenset({"graph"}), frozenset[str]())  # a CPU has no graphs: there the first and the last
-_SAMPLE_S = 0.6  # a slow variant's sample
+_SAMPLE_S = 0.3  # a slow variant's sample
 
 
 class Stream:
@@ -100,7 +100,7 @@ def rival(stream: Stream, loaded: Loaded, name: str, module: Any) -> None:
             other = module.make(loaded, stream.prompt, stream.new, ctx.seed)
             prompt, new = stages.lengths_for(llm, stream.prompt, stream.new, _SAMPLE_S, ctx.seed)
             calls = {"ours": partial(stages.stream_seconds, llm, prompt, new, ctx.seed), name: other.seconds}
-            for who, seconds in stages.in_turns(calls, 3, ctx.machine.is_gpu).items():
+            for who, seconds in stages.in_turns(calls, 2, ctx.machine.is_gpu).items():
                 stream.report(who, seconds, other.settings if who == name else None)
     except Exception as error:  # a rival that cannot run here is no failure of the suite
         stream.skip(name, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")

@@ -54,7 +54,8 @@ def step(model: str, tokens: int = TOKENS) -> None:
 
 
 def read_table(lines: Iterable[str]) -> dict[str, float]:
-    """Bytes read by operation, from ncu's CSV: its own messages, a header, a line of units, a line a kernel."""
+    """Bytes read by operation, from ncu's CSV: its own messages, a header, a line of units, a line a kernel. Kernels are called
+    operation/kernel; those outside of an operation by their own name."""
     rows = [line for line in lines if line.startswith('"')]
     table = list(csv.reader(rows))
     if len(table) < 3 or READ not in table[0] or "Kernel Name" not in table[0]:
@@ -65,7 +66,7 @@ def read_table(lines: Iterable[str]) -> dict[str, float]:
         raise MeasurementError(f"the unit {table[1][column]!r} is not known", f"known: {', '.join(_UNITS)}")
     found: dict[str, float] = defaultdict(float)
     for row in table[2:]:
-        found[row[name].strip('"')] += float(row[column].replace(",", "")) * unit
+        found[row[name].partition("/")[0]] += float(row[column].replace(",", "")) * unit
     return dict(found)
 
 

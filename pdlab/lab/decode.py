@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from pdlab.bench.records import Recorder
+    from pdlab.bench.records import Recorder, Row
     from pdlab.kernels.ops import NormWeights
     from pdlab.lab.session import Lab
     from pdlab.models.config import ModelConfig
@@ -59,6 +59,17 @@ def missing(table: pd.DataFrame, device: str, experiment: str) -> bool:
 def day(table: pd.DataFrame) -> str:
     """The day of a recorded table's newest row."""
     return str(table["time_utc"].max())[:10] if len(table) else ""
+
+
+def shown(rows: Iterable[Row]) -> pd.DataFrame:
+    """Latencies among rows just measured, microseconds: a row for each set of parameters that differ, a column a variant."""
+    from pdlab.bench.records import frame
+
+    table = frame(row for row in rows if row.ok and row.metric == "latency")
+    if len(table) == 0:
+        return table
+    names = [n for n in ("sampling", "batch", "graph") if n in table and table[n].nunique() > 1] or ["batch"]
+    return table.pivot_table(index=names, columns="variant", values="median", sort=False)
 
 
 def gains(table: pd.DataFrame, over: str, of: str = "ours", by: Sequence[str] = ("model", "batch", "graph")) -> pd.DataFrame:
@@ -175,7 +186,7 @@ def operator_calls(loaded: Loaded, batch: int = 1) -> pd.DataFrame:
 
     with _breakdown.step_of(loaded, frozenset(), 16, batch, ranged=True) as (executor, plan):
         _breakdown.run_steps(executor, [plan(0)], 1)
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             _breakdown.run_steps(executor, [plan(1)], 1)
     events = list(profiler.events())
     spans = [(e.name, e.time_range.start, e.time_range.end) for e in events if e.name in _breakdown.OPERATIONS]

@@ -232,9 +232,9 @@ NCU = [
     "==PROF== Connected to process 7",
     '"ID","Process ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum"',
     '"","","","Mbyte","us"',
-    '"0","7","norm_qkv_rope","1,012.5","9"',
-    '"1","7","norm_qkv_rope","0.5","9"',
-    '"2","7","attention","2","9"',
+    '"0","7","norm_qkv_rope/ring_kernel","1,012.5","9"',
+    '"1","7","norm_qkv_rope/other","0.5","9"',
+    '"2","7","attention/flash_decode_kernel","2","9"',
     '"3","7","take_kernel","9","9"',
 ]
 
