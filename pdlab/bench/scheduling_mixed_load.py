@@ -1,8 +1,14 @@
-"""Policies under mixed load: conversation-sized requests among which one in 200 brings a very long prompt.
+"""Policies under mixed load: chats among which one in 200 brings a very long prompt.
+
+Two sizes of chats: `chat_with_long` has the Azure conversation trace's lengths (prompts of 1,155 tokens in the mean, one in a
+hundred over 4,142), `short_chat_with_long` ShareGPT's (161). What a long prompt costs the others, an order can take away; what
+the others' own prompts take, it cannot: `ttft_without_long` says how much that is.
 
 Three policies run on the real engine at two loads; all of them are simulated from 30 to 110 % of capacity, several seeds
 each, on the simulator that the same run calibrates, or that an earlier one did. `load` is a share of the rate at which first
 come, first served admits from a queue that never empties. Everybody has the same batching: prompts in chunks beside decodes.
+
+`scheduling_host` is what planning and committing a step of 512 decodes takes, the allocator aside.
 
 Every measured run is held-out data for two other tables, and is written there too: its steps are priced before they run
 (`estimator_error`), and the same requests are simulated (`simulator_error`).
@@ -20,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from pdlab.bench import serving
 from pdlab.bench.estimator_error import judge_of, save
 from pdlab.bench.memory_runs import recorder_for
+from pdlab.bench.scheduling_host import MODEL as HOST_MODEL
+from pdlab.bench.scheduling_host import RUNNING, scheduling_us
 from pdlab.bench.serving_outcomes import record_differences, record_outcomes, record_prices
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import PolicyError
@@ -47,25 +55,28 @@ VARIANTS = {
 SIMULATES = True
 SIMULATED = ("nvidia-h200", "nvidia-a100-sxm4-80gb")  # devices, for who only simulates; one never recorded is predicted
 MEASURED = ("fcfs", "deadline", "sjf_aging")
-MEASURED_SHARES = {0.9: 0.7, 0.6: 0.3}  # of the time for real runs: tails need more requests where load is high
+# of the time for real runs, by workload and load: tails need more requests where load is high
+MEASURED_SHARES = {("chat_with_long", 0.9): 0.52, ("short_chat_with_long", 0.9): 0.25, ("chat_with_long", 0.6): 0.23}
+DRAIN_S = 8.0  # about what the last answers take after the last arrival
 LOADS = (0.9, 0.6, 0.3, 0.75, 1.0, 1.1)  # the headline first, should the budget run out
 SEEDS = (1, 2, 3, 4, 5)
 FEW_SEEDS = SEEDS[:3]  # away from the headline
+SWEEPS = {"chat_with_long": LOADS, "short_chat_with_long": LOADS[:1]}  # loads that are simulated
 
 
-def simulate(imitation: serving.Imitation, config: EngineConfig, n: int, rate: float, seed: int) -> Outcome:
+def simulate(imitation: serving.Imitation, config: EngineConfig, n: int, rate: float, seed: int, name: str) -> Outcome:
     """One policy at one load; a policy that never ends is cut off at three times the time of the arrivals."""
-    workload = serving.mixed_load(imitation.scale, n, rate, seed)
+    workload = serving.mixed_load(imitation.scale, n, rate, seed, name)
     return imitation.run(config, workload, until_s=3 * workload.duration_s + 1)
 
 
-def ttft_without_long(imitation: serving.Imitation, n: int, rate: float, seed: int) -> float:
+def ttft_without_long(imitation: serving.Imitation, n: int, rate: float, seed: int, name: str) -> float:
     """Seconds: P99 to the first token under `deadline` if the long prompts cost the others nothing.
 
     The long ones are one in 200 and late whatever is done, so of the others one in 200 may be later than P99: with the
     long prompts taken out of the same arrivals, that is P99.5 of the rest.
     """
-    workload = serving.mixed_load(imitation.scale, n, rate, seed)
+    workload = serving.mixed_load(imitation.scale, n, rate, seed, name)
     others = Workload(workload.name, (item for item in workload if item.kind != "long"), seed)
     return imitation.run(imitation.scale.config.with_(policy="deadline"), others).ttft.quantile(1 - serving.LONG_SHARE)
 
@@ -85,10 +96,11 @@ def crash_after(imitation: serving.Imitation, config: EngineConfig, n: int, rate
 def measure(ctx: Context, session: serving.Session, seconds: float) -> None:
     """The same arrivals under each policy on the real engine, each run judged by what was learned before it."""
     imitation = serving.Imitation.of(session)
-    for load, share in MEASURED_SHARES.items():
+    for (name, load), share in MEASURED_SHARES.items():
         each = seconds * share / len(MEASURED)
-        n = session.requests_for(0.75 * each, load)  # what drains after the last arrival takes its time too
-        workload = serving.mixed_load(session.scale, n, load * session.capacity, SEEDS[0])
+        capacity = imitation.capacity(serving.CAPACITY_REQUESTS if ctx.full else 60, 900, name)
+        n = max(40, round(max(0.5 * each, each - DRAIN_S) * load * capacity))
+        workload = serving.mixed_load(session.scale, n, load * capacity, SEEDS[0], name)
         for variant in MEASURED:
             params = {"load": load, "workload": workload.name, "model": session.scale.model}
             if ctx.left() <= 0:
@@ -105,22 +117,35 @@ def measure(ctx: Context, session: serving.Session, seconds: float) -> None:
             record_differences(ctx, outcome, imitation.run(config, workload), variant=variant, **params)
 
 
+def host(ctx: Context) -> None:
+    """What scheduling costs this machine's host."""
+    for variant in MEASURED:
+        us = scheduling_us(VARIANTS[variant])
+        ctx.record.add("scheduling_host", us, variant=variant, running=RUNNING, model=HOST_MODEL)
+        ctx.say(f"  {variant}: scheduling {RUNNING} running requests takes {us.median:.0f} us a step, the allocator aside")
+
+
 def sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int) -> None:
     """Every policy at every load on the simulator; n requests a run."""
+    for name, loads in SWEEPS.items():
+        _sweep(ctx, record, imitation, n, name, loads if ctx.full else LOADS[:1])
+
+
+def _sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int, name: str, loads: tuple[float, ...]) -> None:
     e, base = imitation.estimator(), imitation.scale.config
-    capacity = imitation.capacity(serving.CAPACITY_REQUESTS if ctx.full else 60, 900)
-    ctx.say(f"  {imitation.kind}: capacity {capacity:.2f} requests/s, first token due in {base.ttft_objective_s} s")
-    common: dict[str, Any] = {"workload": "chat_with_long", "model": imitation.scale.model}
+    capacity = imitation.capacity(serving.CAPACITY_REQUESTS if ctx.full else 60, 900, name)
+    ctx.say(f"  {imitation.kind}, {name}: capacity {capacity:.2f} requests/s, first token due in {base.ttft_objective_s} s")
+    common: dict[str, Any] = {"workload": name, "model": imitation.scale.model}
     with serving.workers(ctx.full) as submit:
         runs = {
             (load, variant): [
-                submit(simulate, imitation, base.with_(policy=policy), n, load * capacity, seed)
+                submit(simulate, imitation, base.with_(policy=policy), n, load * capacity, seed, name)
                 for seed in (SEEDS if load == LOADS[0] else FEW_SEEDS)
             ]
-            for load in (LOADS if ctx.full else LOADS[:1])
+            for load in loads
             for variant, policy in VARIANTS.items()
         }
-        alone = [submit(ttft_without_long, imitation, n, LOADS[0] * capacity, seed) for seed in SEEDS]
+        alone = [submit(ttft_without_long, imitation, n, LOADS[0] * capacity, seed, name) for seed in SEEDS]
         for (load, variant), futures in runs.items():
             params = {"load": load, **common}
             if ctx.left() <= 0 and not all(f.done() for f in futures):
@@ -152,9 +177,10 @@ def run(ctx: Context) -> None:
     n = 4000 if ctx.full else 120
     if ctx.measures:
         with serving.Session(ctx) as session:
-            session.learn((0.2 if ctx.full else 0.1) * ctx.left())
+            session.learn(0.1 * ctx.left())
             save(ctx, session)
             measure(ctx, session, (0.3 if ctx.simulates else 0.9) * ctx.left())
+            host(ctx)
             imitation = serving.Imitation.of(session)
         if ctx.simulates:
             sweep(ctx, ctx.record, imitation, n)

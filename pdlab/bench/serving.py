@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pdlab.bench.memory_runs import Part, real_engine
@@ -24,7 +25,7 @@ from pdlab.core.plan import PlanShape
 from pdlab.costs.calibration import data_sheet_cost, estimator_file
 from pdlab.costs.formulas import itemsize_of, kv_bytes, weights_bytes
 from pdlab.costs.interface import Estimator
-from pdlab.costs.learned import LearnedEstimator
+from pdlab.costs.learned import GROUPS, LearnedEstimator
 from pdlab.costs.roofline import Ceilings, ceilings_for
 from pdlab.engine.coalescing import CoalescingEngine
 from pdlab.engine.engine import Engine
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
     from pdlab.bench.suites import Context
 
 LONG_SHARE = 0.005
+CHATS = {"chat_with_long": generators.CONVERSATION, "short_chat_with_long": generators.SHORT_CHAT}
 CAPACITY_REQUESTS = 2000  # of the saturated run that says what capacity is
 TRAINING = (0.35, 1.0, 0.6, 0.85)  # shares of capacity that the estimator learns from, each with a seed of its own
+LADDER_STEPS = 8  # decode steps of each batch size that the estimator sees first
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,11 @@ def scale_of(ctx: Context) -> Scale:
     return Scale("llama-1b", 8192, 4, base)
 
 
-def mixed_load(scale: Scale, n: int, rate: float, seed: int) -> Workload:
-    """Conversation-sized requests, exactly one in 200 with a very long prompt, one in five of the upper class."""
-    w = generators.chat_with_long(n, rate=rate, long_share=LONG_SHARE, long_tokens=scale.long_tokens, seed=seed)
+def mixed_load(scale: Scale, n: int, rate: float, seed: int, name: str = "chat_with_long") -> Workload:
+    """Chats, exactly one in 200 with a very long prompt, one in five of the upper class. `name` says which chats (CHATS)."""
+    w = generators.chat_with_long(
+        n, rate=rate, long_share=LONG_SHARE, long_tokens=scale.long_tokens, seed=seed, chats=CHATS[name]
+    )
 
     def sized(i: int, item: Any) -> Any:
         if item.kind == "long":
@@ -80,7 +85,7 @@ def mixed_load(scale: Scale, n: int, rate: float, seed: int) -> Workload:
         p, o = max(1, item.prompt_tokens // scale.shrink), max(1, item.max_tokens // scale.shrink)
         return replace(item, prompt_tokens=p, max_tokens=o, priority=int(i % 5 == 0))
 
-    return Workload(w.name, (sized(i, item) for i, item in enumerate(w)), seed)
+    return Workload(name, (sized(i, item) for i, item in enumerate(w)), seed)
 
 
 def warm_up(config: EngineConfig, longest: int) -> tuple[Workload, ...]:
@@ -106,6 +111,17 @@ def warm_up(config: EngineConfig, longest: int) -> tuple[Workload, ...]:
     crowd = [(24, 8), (40, 8)] * (rows // 2 + rows // 8)
     alone, among = [(n, 2) for n in prompts], [(n, 16) for n in prompts]
     return closed("alone", alone, 1), closed("among", among, 4), tails(few), tails(many), closed("crowd", crowd, rows)
+
+
+def ladder(config: EngineConfig) -> Workload:
+    """A crowd that leaves batch size by batch size, so that a few decode steps of each are seen."""
+    sizes = [n for n in (*GROUPS, config.max_batch_requests) if n <= config.max_batch_requests]
+    items = [
+        Item(0.0, prompt_tokens=48, max_tokens=LADDER_STEPS * (len(sizes) - i) + 1)
+        for i, (below, size) in enumerate(pairwise((0, *sizes)))
+        for _ in range(size - below)
+    ]
+    return Workload("ladder", items, 0)
 
 
 def with_objectives(config: EngineConfig, step_seconds: Callable[[PlanShape], float]) -> EngineConfig:
@@ -190,6 +206,7 @@ class Session:
         """
         part = seconds / (len(TRAINING) + 1)
         self.warm()
+        self.real(self.config, ladder(self.config))
         rough = saturated_rate(self.real(self.config, mixed_load(self.scale, 1000, 1e6, self.ctx.seed + 100), seconds=part))
         for i, load in enumerate(TRAINING):
             rate = load * rough
@@ -269,9 +286,9 @@ class Imitation:
         outcome.trace = None  # large, and nobody asks
         return outcome
 
-    def capacity(self, n: int, seed: int) -> float:
+    def capacity(self, n: int, seed: int, name: str = "chat_with_long") -> float:
         """Requests a second, first come first served, of a queue that never empties."""
-        return saturated_rate(self.run(self.scale.config, mixed_load(self.scale, n, 1e6, seed)))
+        return saturated_rate(self.run(self.scale.config, mixed_load(self.scale, n, 1e6, seed, name)))
 
 
 @contextmanager

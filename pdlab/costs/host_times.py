@@ -1,63 +1,83 @@
 """What a step costs the host, learned: planning and committing it, and handing it to the device.
 
 A decode step in a CUDA graph is handed over at once. A step with prompts is launched kernel by kernel, some hundreds of
-them, which takes a slow host longer than a fast device takes to run a short one: then launching is what the step takes.
+them, which takes a slow host longer than a fast device takes to run a short one: then launching is what the step takes. How
+long launching takes hardly depends on what is in the step; it wanders, so what is kept is the middle of the latest.
 """
 
 from __future__ import annotations
 
-import copy
+import math
 from typing import Any
 
 from pdlab.core.plan import PlanShape
-from pdlab.costs.regression import Regression
 
-MOST_NEWS = 4.0  # times the usual: what a pause between two requests, which looks like slow host work, counts at most
+GAIN, FIRST = 0.02, 0.5  # how far an observation moves the middle, relative to it: later, and at the beginning
+
+
+class _Middle:
+    """A running median: each observation moves it by a small step towards itself, by however much it is off."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.seen = value, 0
+
+    def learn(self, seconds: float) -> None:
+        self.seen += 1
+        if self.seen == 1:
+            self.value = seconds
+            return
+        step = max(GAIN, FIRST / self.seen) * max(self.value, 1e-6)
+        self.value += max(-step, min(step, seconds - self.value))
 
 
 class HostTimes:
-    """Seconds by a step's shape. Each is a sum over: a step, a decode, a prompt token, a prompt chunk; steps of decodes alone
-    and steps with prompts have weights of their own. Before any data: `between_s`, and no time for launching."""
+    """Seconds by a step's shape: planning and committing grow with its decodes, launching depends on whether it holds prompts.
+    Before any data: `between_s`, and no time for launching."""
+
+    ROWS = 32  # decodes up to which planning and committing are told apart, then twice as many, and so on
 
     def __init__(self, between_s: float = 3e-4) -> None:
-        prior, spread = [between_s / 1e-3, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]
-        self._between = {mixed: Regression(prior, spread) for mixed in (False, True)}
-        self._launch = {mixed: Regression([1e-3, 0.0, 0.0, 0.0], [20.0, 1.0, 1.0, 1.0]) for mixed in (False, True)}
+        self.between_s = between_s
+        self._between: dict[tuple[bool, int], _Middle] = {}
+        self._launch = {mixed: _Middle(0.0) for mixed in (False, True)}
 
-    @staticmethod
-    def _features(s: PlanShape) -> list[float]:
-        return [1e-3, 1e-5 * s.decode_count, 1e-6 * s.prefill_tokens, 1e-4 * len(s.prefill)]
+    def _group(self, shape: PlanShape) -> tuple[bool, int]:
+        return bool(shape.prefill), max(0, math.ceil(math.log2(max(1, shape.decode_count) / self.ROWS)))
 
     def between(self, shape: PlanShape) -> float:
-        """Planning and committing."""
-        return max(0.0, self._between[bool(shape.prefill)].predict(self._features(shape)))
+        """Planning and committing: of the nearest group of its kind that was seen."""
+        mixed, size = self._group(shape)
+        seen = [(abs(s - size), s) for m, s in self._between if m is mixed]
+        return self._between[mixed, min(seen)[1]].value if seen else self.between_s
 
     def launch(self, shape: PlanShape) -> float:
         """From the beginning of handing the step over until the device has all of it."""
-        return max(0.0, self._launch[bool(shape.prefill)].predict(self._features(shape)))
+        return self._launch[bool(shape.prefill)].value
 
     def learn_between(self, shape: PlanShape, seconds: float) -> None:
-        regression = self._between[bool(shape.prefill)]
-        usual = regression.predict(self._features(shape))
         if seconds > 0:
-            most = MOST_NEWS * max(usual, 1e-5) if regression.seen > 16 else seconds
-            regression.learn(self._features(shape), min(seconds, most))
+            self._between.setdefault(self._group(shape), _Middle(self.between_s)).learn(seconds)
 
     def learn_launch(self, shape: PlanShape, seconds: float) -> None:
         if seconds > 0:
-            self._launch[bool(shape.prefill)].learn(self._features(shape), seconds)
+            self._launch[bool(shape.prefill)].learn(seconds)
 
     def state(self) -> dict[str, Any]:
-        return {
-            f"{name}_{'mixed' if mixed else 'decode'}": regression.state()
-            for name, kinds in (("between", self._between), ("launch", self._launch))
-            for mixed, regression in kinds.items()
-        }
+        between = [[mixed, size, m.value, m.seen] for (mixed, size), m in sorted(self._between.items())]
+        return {"between": between, "launch": [[mixed, m.value, m.seen] for mixed, m in self._launch.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """ValueError, KeyError or TypeError, with nothing changed, where the state does not fit."""
-        between, launch = copy.deepcopy(self._between), copy.deepcopy(self._launch)
-        for name, kinds in (("between", between), ("launch", launch)):
-            for mixed, regression in kinds.items():
-                regression.restore(state[f"{name}_{'mixed' if mixed else 'decode'}"])
+        between = {(bool(mixed), int(size)): _middle(value, seen) for mixed, size, value, seen in state["between"]}
+        launch = {bool(mixed): _middle(value, seen) for mixed, value, seen in state["launch"]}
+        if launch.keys() != self._launch.keys():
+            raise ValueError("launch times of steps with prompts and without are expected")
         self._between, self._launch = between, launch
+
+
+def _middle(value: Any, seen: Any) -> _Middle:
+    m = _Middle(float(value))
+    m.seen = int(seen)
+    if not math.isfinite(m.value):
+        raise ValueError(f"{value} is no time")
+    return m

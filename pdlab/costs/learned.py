@@ -55,9 +55,11 @@ class LearnedEstimator(RooflineEstimator):
         ends = (*KNOTS[1:], 2 * KNOTS[-1])
         slopes = [(b - a) / (self._row_s * (hi - lo)) for a, b, lo, hi in zip(corner, corner[1:], KNOTS, ends)]
         prior = [1.0, *slopes, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
-        spread = [2.0, *[2.0] * len(slopes), 1.0, 2.0, 2.0, 1.0, 30.0, 30.0, 10.0]
-        self._decodes = Regression(prior, spread, len(GROUPS) + 1)
-        self._mixed = Regression(prior, spread, len(MIXED_GROUPS) + 1)
+        # how far each weight may be from its guess: little, where a few dozen steps could mistake one cause for another
+        decodes = [1.0, *[0.3] * len(slopes), 0.3, 1.0, 0.3, 0.3, 1.0, 3.0, 0.5]
+        mixed = [1.0, *[0.5] * len(slopes), 0.5, 1.5, 0.5, 2.0, 10.0, 10.0, 2.0]
+        self._decodes = Regression(prior, decodes, len(GROUPS) + 1, 0.5)
+        self._mixed = Regression(prior, mixed, len(MIXED_GROUPS) + 1, 0.3)
         self.host = HostTimes()
         self._last_end = 0.0
         self._priced_at = 0

@@ -115,7 +115,7 @@ def gantt(outcomes: Mapping[str, Outcome], *, claim: str, footer: str, at: float
         if at is not None:
             ax.axvline(at, color=INK, linewidth=1.0, linestyle=":")
         ax.set(title=name, xlim=(0, end * 1.02), yticks=[])
-        ax.set_ylim(n, -1)
+        ax.set_ylim(n + 2.5, -1)  # room for the legend
         ax.grid(axis="y", visible=False)
     for ax in axes.flat[len(outcomes) :]:
         ax.set_visible(False)
@@ -127,7 +127,8 @@ def gantt(outcomes: Mapping[str, Outcome], *, claim: str, footer: str, at: float
     keys = [(FAINT, 1.2, "waits"), (BLUE, 6.0, "prompt"), (GOLD, 6.0, "answer")]
     keys += [(RUST, 6.0, "long prompt")] if long else []
     handles = [Line2D([], [], color=colour, linewidth=width, marker="") for colour, width, _ in keys]
-    axes[0, -1].legend(handles, [label for _, _, label in keys], loc="best")
+    last = axes.flat[len(outcomes) - 1]
+    last.legend(handles, [label for _, _, label in keys], loc="lower right", ncols=len(keys), fontsize=8, handlelength=1.2)
     return figure
 
 

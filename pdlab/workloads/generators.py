@@ -177,6 +177,8 @@ def make(
 
 # (prompt, output); the extremes were not published: generous ones, which move no published moment
 CONVERSATION = (quantiles(1155, 1020, 2734, 4142, most=8000, least=2), quantiles(211, 129, 424, 601, most=1000))
+# ShareGPT as Kwon et al. (PagedAttention, 2023, section 6.1) give it: means of 161 and 338 tokens; the spread is a guess
+SHORT_CHAT = (lognormal(110, 0.875, 2048), lognormal(230, 0.877, 1500))
 CODE = (quantiles(2048, 1469, 5188, 7436, most=7500, least=3), quantiles(27.9, 13, 55, 251, most=2000))
 
 
@@ -191,12 +193,19 @@ def azure_code(n: int, *, rate: float = 2.57, seed: int = 0, longest: int | None
 
 
 def chat_with_long(
-    n: int, *, rate: float, long_share: float = 0.005, long_tokens: int = 32_768, long_output: int = 64, seed: int = 0
+    n: int,
+    *,
+    rate: float,
+    long_share: float = 0.005,
+    long_tokens: int = 32_768,
+    long_output: int = 64,
+    seed: int = 0,
+    chats: tuple[Lengths, Lengths] = CONVERSATION,
 ) -> Workload:
     """Chat-sized requests among which exactly a share brings a very long prompt: what makes first-come stall everybody."""
     if not 0 <= long_share <= 1:
         raise WorkloadError(f"long_share={long_share}", "use a share in [0, 1]")
-    chat = make("chat_with_long", n, poisson(rate), *CONVERSATION, seed=seed, kind="chat")
+    chat = make("chat_with_long", n, poisson(rate), *chats, seed=seed, kind="chat")
     long = np.random.default_rng([seed, 1]).permutation(n) < round(long_share * n)
     items = (
         replace(i, prompt_tokens=long_tokens, max_tokens=long_output, kind="long") if is_long else i

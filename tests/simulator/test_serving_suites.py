@@ -65,9 +65,9 @@ def test_every_policy_is_simulated_into_rows_that_the_format_takes(tmp_path, mon
         found = [r for r in rows if r.metric == metric and r.variant == "fcfs"]
         assert found, metric
         assert all({"load", "workload", "model"} <= r.params.keys() for r in found)
-    [alone] = [r for r in rows if r.metric == "ttft_without_long"]
-    assert alone.median > 0
-    over = {r.variant: r.median for r in rows if r.metric == "waits_over_bound"}
+    assert {r.params["workload"] for r in rows} == set(scheduling_mixed_load.SWEEPS)
+    assert all(r.median > 0 for r in rows if r.metric == "ttft_without_long")
+    over = {r.variant: r.median for r in rows if r.metric == "waits_over_bound" and r.params["workload"] == "chat_with_long"}
     assert over["sjf_aging"] == over["deadline"] == over["oracle"] == 0
     assert (tmp_path / "cpu-x86-64" / "scheduling_mixed_load.csv").is_file()
 
@@ -75,7 +75,7 @@ def test_every_policy_is_simulated_into_rows_that_the_format_takes(tmp_path, mon
 def test_with_no_time_left_rows_say_so(tmp_path, monkeypatch):
     ctx = context(tmp_path, budget_s=0.0)
     with ctx.record as recorder:
-        session = SimpleNamespace(scale=imitation().scale, capacity=10.0, requests_for=lambda seconds, load: 40)
+        session = SimpleNamespace(scale=imitation().scale)
         monkeypatch.setattr(serving.Imitation, "of", classmethod(lambda cls, session: imitation()))
         scheduling_mixed_load.measure(ctx, session, 1.0)
     assert {r.status for r in recorder.rows} == {"skipped:the time budget ran out"}
