@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from pdlab.bench import _stages as stages
+from pdlab.bench.records import target_root
 from pdlab.core.plan import Plan
 from pdlab.costs.formulas import decode_shape, itemsize_of, step_bytes
 from pdlab.hardware.timing import summarize
@@ -127,7 +128,8 @@ def record(ctx: Context, loaded: Loaded, tokens: int, read: float) -> None:
     config = loaded.config
     shares = step_bytes(config, decode_shape(1, tokens), itemsize_of(ctx.dtype))
     params = {"model": config.name, "tokens": tokens, "dtype": ctx.dtype}
-    trace = ctx.record.roots[0].parent / "traces" / f"decode-{config.name}.json"
+    where = target_root() if ctx.record.roots[-1] == target_root(True) else ctx.record.roots[-1]  # never among kept tables
+    trace = where.parent / "traces" / f"decode-{config.name}.json"
     for switches in (stages.ALL, frozenset({"graph"} if ctx.machine.is_gpu else ())):
         name = stages.name_of(switches)
         found = profile(loaded, switches, tokens, trace if name == "ours" else None)
