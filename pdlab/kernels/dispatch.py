@@ -136,6 +136,8 @@ def make_ops(config: EngineConfig, model_config: HeadShape, device: Any, dtype: 
             for rule in table(tuning.device).get("attention_dispatch", [])
             if not (why_not(b := rule["backend"], capability) or _unfit(b, config, model_config))
         ]
+    if all(rule["backend"] == default for rule in rules):
+        rules = []
     arguments = (rules, default, model_config, max(1, config.max_batch_requests), device, name, tuning)
     if _fused(config.ops, capability, name, model_config):
         from pdlab.kernels.fused_ops import FusedOps

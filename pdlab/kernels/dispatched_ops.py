@@ -31,6 +31,7 @@ class DispatchedOps(ReferenceOps):
         self.rules, self.default, self.model, self.max_requests = rules, default, model, max_requests
         self.device, self.dtype, self.tuning = device, dtype, tuning
         self.made: dict[str, Attention] = {}
+        self._last: tuple[tuple[int, ...], str] | None = None  # a step asks the same of every layer
         self.backend(default)  # buffers exist before a graph is captured
 
     def backend(self, name: str) -> Attention:
@@ -65,9 +66,12 @@ class DispatchedOps(ReferenceOps):
         return lambda q, view: library_attention.sdpa(q, view, kernel=kernel)
 
     def attention(self, q: torch.Tensor, view: KVView) -> torch.Tensor:
-        name = self.default
-        if self.rules:
-            facts = {"q": view.max_q, "kv": view.max_kv, "batch": len(view.seq_lens)}
-            facts["page"] = view.page_size if view.kind == "paged" else 0
-            name = choose(self.rules, name, dtype=self.dtype, head_dim=q.shape[2], **facts)
-        return self.backend(name)(q, view)
+        return self.backend(self._chosen(q.shape[2], view) if self.rules else self.default)(q, view)
+
+    def _chosen(self, head_dim: int, view: KVView) -> str:
+        page = view.page_size if view.kind == "paged" else 0
+        key = (head_dim, view.max_q, view.max_kv, len(view.seq_lens), page)
+        if self._last is None or self._last[0] != key:
+            facts = {"q": view.max_q, "kv": view.max_kv, "batch": len(view.seq_lens), "page": page}
+            self._last = (key, choose(self.rules, self.default, dtype=self.dtype, head_dim=head_dim, **facts))
+        return self._last[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from pdlab.kernels.flash_decode import Workspace, flash_decode
 from pdlab.kernels.flash_prefill import flash_prefill
 from pdlab.kernels.kv_view import KVView
-from pdlab.kernels.tuning import DecodeRing, Tuning
+from pdlab.kernels.tuning import DecodeRing, DecodeTile, Tuning
 
 ROWS = 64  # most query rows (tokens x heads of a group) that go through the decode kernel
 
@@ -25,12 +26,21 @@ class TritonAttention:
         self.heads, self.kv_heads, self.head_dim, self.device, self.tuning = heads, kv_heads, head_dim, device, tuning
         self.workspace = self._make_workspace(heads // kv_heads, max_requests)
         self._outgrown: list[Workspace] = []
+        self._tiles: dict[tuple[Any, ...], Any] = {}
 
     def _make_workspace(self, rows: int, requests: int) -> Workspace:
         programs = self.tuning.most_decode_programs(self.head_dim)
         return Workspace.create(
             self.device, programs=programs, rows=rows, head_dim=self.head_dim, segments=requests * self.kv_heads
         )
+
+    def _tile(self, key: tuple[Any, ...], look_up: Callable[[], Any]) -> Any:
+        """A step asks the same of every layer, and going through a table takes longer than launching a kernel."""
+        if key not in self._tiles:
+            if len(self._tiles) > 4096:
+                self._tiles.clear()
+            self._tiles[key] = look_up()
+        return self._tiles[key]
 
     def __call__(self, q: torch.Tensor, view: KVView, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         """`prefetch`: what the next kernel reads; single queries bring it into the L2 cache on the side, where they can."""
@@ -54,13 +64,17 @@ class TritonAttention:
         settings: dict[str, Any] = {"min_q": min_q, "l2_bytes": self.tuning.l2_bytes // 2, "out": out}
         facts = {"group": self.heads // self.kv_heads, "kv_heads": self.kv_heads, "batch": len(view.seq_lens)}
         page = view.page_size if view.kind == "paged" else 0
-        if self.tuning.capability == (9, 0) and (hopper := self.tuning.hopper(self.head_dim, view.max_q, page=page, **facts)):
+        key = (view.max_q, page, len(view.seq_lens))
+        hopper = None
+        if self.tuning.capability == (9, 0):
+            hopper = self._tile(("hopper", *key), lambda: self.tuning.hopper(self.head_dim, view.max_q, page=page, **facts))
+        if hopper is not None:
             from pdlab.kernels.flash_prefill_hopper import fits, flash_prefill_hopper
 
             if fits(q, view):
                 flash_prefill_hopper(q, view, hopper, **settings)
                 return
-        tile = self.tuning.prefill(self.head_dim, view.max_q, page, **facts)
+        tile = self._tile(("prefill", *key), lambda: self.tuning.prefill(self.head_dim, view.max_q, page, **facts))
         flash_prefill(q, view, tile, **settings)
 
     def _decode(self, q: torch.Tensor, view: KVView, max_q: int, out: torch.Tensor, prefetch: torch.Tensor | None) -> None:
@@ -69,8 +83,13 @@ class TritonAttention:
         rows = max_q * self.heads // self.kv_heads
         facts = {"kv": view.max_kv, "batch": len(view.seq_lens), "kv_heads": self.kv_heads}
         facts["page"] = view.page_size if view.kind == "paged" else 0
-        ring = self.tuning.ring(self.head_dim, rows, **facts) if max_q == 1 and fits(q, view) else None
-        tile = ring or self.tuning.decode(self.head_dim, rows, **facts)
+        with_ring = max_q == 1 and fits(q, view)
+
+        def look_up() -> DecodeRing | DecodeTile:
+            ring = self.tuning.ring(self.head_dim, rows, **facts) if with_ring else None
+            return ring or self.tuning.decode(self.head_dim, rows, **facts)
+
+        tile = self._tile(("decode", rows, with_ring, *facts.values()), look_up)
         need = {
             "programs": tile.blocks_per_sm * self.tuning.multiprocessors,
             "rows": rows,
