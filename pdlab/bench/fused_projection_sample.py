@@ -158,6 +158,18 @@ def variants(ctx: Context, config: ModelConfig, kind: str, batch: int, graph: bo
     return calls
 
 
+def usable(ctx: Context, calls: dict[str, Any], x: torch.Tensor, head: HeadWeights, params: dict[str, Any]) -> dict[str, Any]:
+    """The calls that run here; a rival that does not is left out with a row that says why."""
+    for name in [n for n in calls if n not in ("ours", "unfused")]:
+        try:
+            calls[name](x, head)
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            ctx.record.skip("latency", "us", why, variant=name, params=params)
+            del calls[name]
+    return calls
+
+
 def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
     from pdlab.bench import _decode
 
@@ -169,8 +181,8 @@ def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
             if ctx.left() <= 0:
                 ctx.record.skip("latency", "us", "the time budget ran out", params=params)
                 continue
-            calls = variants(ctx, config, kind, batch, graph)
             x, head = rotation.next()
+            calls = usable(ctx, variants(ctx, config, kind, batch, graph), x, head, params)
             if "ours" in calls and kind != "top_k_top_p":
                 check_ours(calls["ours"](x, head), x, head, make_sampling(kind, batch, ctx.device))
             times = _decode.take_turns(calls, rotation, ctx.device, graph=graph, rounds=3 if ctx.full else 1, n=7)

@@ -264,3 +264,12 @@ def test_the_step_that_counters_look_at_runs() -> None:
     from pdlab.bench import hardware_counters as counters
 
     counters.step("random:llama-tiny", tokens=20)
+
+
+def test_a_rival_that_fails_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    x, head = fused_head.make_head(config_of("llama-tiny"), ctx, 2, 0)
+    calls = {"unfused": fused_head.plain_logits, "flashinfer": lambda x, head: 1 / 0, "cublas": fused_head.product}
+    assert set(fused_head.usable(ctx, calls, x, head, {"batch": 2})) == {"unfused", "cublas"}
+    (row,) = ctx.record.rows
+    assert (row.variant, row.status) == ("flashinfer", "skipped:ZeroDivisionError: division by zero")
