@@ -147,7 +147,6 @@ def make_ops(config: EngineConfig, model_config: HeadShape, device: Any, dtype: 
             pdl=config.dependent_launch,
             ring=config.weight_ring,
             prefetch=config.weight_prefetch,
-            scale=config.scaled_norms,
             measured=config.measured_tiles,
         )
     return DispatchedOps(*arguments)

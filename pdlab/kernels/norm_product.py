@@ -18,10 +18,10 @@ import triton.language as tl
 
 from pdlab.kernels.ops import NormWeights
 from pdlab.kernels.product_tiles import ProductTile, columns_of
-from pdlab.kernels.products import APART, Following, Scaled, Workspace, constants, descriptors, normed, pairs, products
+from pdlab.kernels.products import LAYER, PLAIN, RMS, Workspace, constants, pairs, products
 
 NOTHING, GELU, SWIGLU = 0, 1, 2  # what happens to the products on the way out
-_GELU, _SWIGLU, _APART = tl.constexpr(GELU), tl.constexpr(SWIGLU), tl.constexpr(APART)
+_GELU, _SWIGLU = tl.constexpr(GELU), tl.constexpr(SWIGLU)
 
 
 @triton.jit
@@ -32,22 +32,20 @@ def gelu_tanh(u):
 
 @triton.jit(do_not_specialize=["batch"])
 def norm_product_kernel(
-    X, NORM_W, NORM_B, W, XD, WD, BIAS, OUT, NEXT, PART, COUNT, eps, batch,
+    X, NORM_W, NORM_B, W, BIAS, OUT, PART, COUNT, eps, batch,
     WIDTH: tl.constexpr,  # outputs a row
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     EACH: tl.constexpr = 2 if ACTIVATION == _SWIGLU else 1  # weight rows an output
-    PARTNERS: tl.constexpr = _APART if ACTIVATION == _SWIGLU else 0
     lanes = tl.arange(0, ROWS)
     rows = tl.minimum(tile * (ROWS // EACH) + lanes // EACH, WIDTH - 1) + lanes % EACH * WIDTH
     acc, whole = products(
-        X, NORM_W, NORM_B, W, XD, WD, NEXT, PART, COUNT, rows, tile, batch, eps, WIDTH,
-        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, PARTNERS, NEXT_EACH, NEXT_SIZE, NEXT_APART, SUMS,
+        X, NORM_W, NORM_B, W, X, W, PART, COUNT, rows, tile, batch, eps,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA,
     )  # fmt: skip
     if whole:
         if BIASED:
@@ -67,24 +65,22 @@ def norm_product_kernel(
 
 def norm_product(
     x: torch.Tensor, norm: NormWeights, weight: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    tile: ProductTile, workspace: Workspace, *, done: Scaled | bool = False, following: Following | None = None,
+    tile: ProductTile, workspace: Workspace, *, normed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """[T, width] of x [T, K] and weight [rows, K], contiguous; width is half the rows for SWIGLU (gates first, then values).
 
-    `done`: x has been through the norm, or half the way. `following`: what the next product reads.
+    `normed`: x has been through the norm already.
     """
     tokens, k = x.shape
     columns = columns_of(tokens)
     width = weight.shape[0] // 2 if activation == SWIGLU else weight.shape[0]
     tiles = triton.cdiv(weight.shape[0], tile.rows)
     part, count = workspace.fit(tiles, tile, columns)
-    x, of_norm, kind, sums = normed(x, norm, done)
+    kind = PLAIN if normed else RMS if norm.bias is None else LAYER
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     norm_product_kernel[(tiles, tile.split)](
-        x, *of_norm, weight,
-        *descriptors(x, weight, tile, columns, activation == SWIGLU), x if bias is None else bias, out,
-        weight if following is None else following.weight, part, count, norm.eps, tokens,
-        WIDTH=width, ACTIVATION=activation, BIASED=bias is not None,
-        **constants(tile, columns, k, kind, tiles * tile.split, following, sums),
+        x, norm.weight, norm.weight if norm.bias is None else norm.bias, weight, x if bias is None else bias, out,
+        part, count, norm.eps, tokens, WIDTH=width, ACTIVATION=activation, BIASED=bias is not None,
+        **constants(tile, columns, k, kind),
     )  # fmt: skip
     return out

@@ -19,12 +19,12 @@ import triton.language as tl
 from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.ops import LayerWeights, RopeTable
 from pdlab.kernels.product_tiles import ProductTile, columns_of
-from pdlab.kernels.products import Following, Scaled, Workspace, constants, descriptors, normed, pairs, products
+from pdlab.kernels.products import LAYER, PLAIN, RMS, Workspace, constants, pairs, products
 
 
 @triton.jit(do_not_specialize=["batch"])
 def norm_qkv_rope_kernel(
-    X, NORM_W, NORM_B, W, XD, WD, BIAS, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, NEXT, PART, COUNT, eps, batch,
+    X, NORM_W, NORM_B, W, BIAS, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, eps, batch,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # half of a head: the distance of rotary partners
@@ -33,7 +33,6 @@ def norm_qkv_rope_kernel(
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     last = (HEADS + 2 * KV_HEADS) * HALF - 1
@@ -55,8 +54,8 @@ def norm_qkv_rope_kernel(
         sin = tl.load(SIN + angle, mask=turned[:, None], other=0.0)
 
     acc, whole = products(
-        X, NORM_W, NORM_B, W, XD, WD, NEXT, PART, COUNT, rows, tile, batch, eps, 0,
-        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, HALF, NEXT_EACH, NEXT_SIZE, NEXT_APART, SUMS,
+        X, NORM_W, NORM_B, W, X, W, PART, COUNT, rows, tile, batch, eps,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA,
     )  # fmt: skip
     if whole:
         if BIASED:
@@ -80,12 +79,11 @@ def norm_qkv_rope_kernel(
 
 def norm_qkv_rope(
     x: torch.Tensor, w: LayerWeights, rope: RopeTable | None, view: KVView, tile: ProductTile, workspace: Workspace,
-    *, done: Scaled | bool = False, following: Following | None = None,
+    *, normed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """q [T, N, D] of x [T, H] (contiguous); writes view.k and view.v [pages, K, page_size, D] (contiguous) at view.slots.
 
-    Head sizes are even. No q/k norm: that needs a whole head in one program. `done`: x has been through the norm, or half the
-    way. `following`: what the next product reads. With tile.tma a tile holds whole heads, of a power of two.
+    Head sizes are even. `normed`: x has been through the norm already. No q/k norm: that needs a whole head in one program.
     """
     kv_heads, page, dim = view.k.shape[1:]
     heads = w.qkv.shape[0] // dim - 2 * kv_heads
@@ -94,15 +92,13 @@ def norm_qkv_rope(
     tiles = triton.cdiv((heads + 2 * kv_heads) * dim, tile.rows)
     part, count = workspace.fit(tiles, tile, columns)
     norm = w.attn_norm
-    x, of_norm, kind, sums = normed(x, norm, done)
+    kind = PLAIN if normed else RMS if norm.bias is None else LAYER
     q = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     cos, sin = (rope.cos, rope.sin) if rope is not None else (x, x)
     norm_qkv_rope_kernel[(tiles, tile.split)](
-        x, *of_norm, w.qkv,
-        *descriptors(x, w.qkv, tile, columns), x if w.qkv_bias is None else w.qkv_bias,
-        cos, sin, view.positions, view.slots, q, view.k, view.v,
-        w.qkv if following is None else following.weight, part, count, norm.eps, tokens,
+        x, norm.weight, norm.weight if norm.bias is None else norm.bias, w.qkv, x if w.qkv_bias is None else w.qkv_bias,
+        cos, sin, view.positions, view.slots, q, view.k, view.v, part, count, norm.eps, tokens,
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page, ROPE=rope is not None, BIASED=w.qkv_bias is not None,
-        **constants(tile, columns, k, kind, tiles * tile.split, following, sums),
+        **constants(tile, columns, k, kind),
     )  # fmt: skip
     return q

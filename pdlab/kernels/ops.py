@@ -43,9 +43,7 @@ class LayerWeights:
     up_bias: torch.Tensor | None
     down: torch.Tensor  # [H, F]
     down_bias: torch.Tensor | None
-    # what comes after `down`: the next layer's qkv and its norm, or the output projection and its
-    following: torch.Tensor | None = None
-    following_norm: NormWeights | None = None
+    following: torch.Tensor | None = None  # the weights read after `down`: the next layer's qkv, or the output projection
 
 
 @dataclass

@@ -24,19 +24,17 @@ class ProductTile:
     warps: int
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
-    norm_inside: bool = True  # False: a kernel of its own norms x first
-    tma: bool = False  # whole tiles by the copy engine, norm outside; Hopper and later, several activation rows
-    following: int = 0  # kilobytes of the next product's weights asked into L2 before the wait, by all programs together
+    tma: bool = False  # whole tiles by the copy engine; Hopper and later, several activation rows, the vocabulary's product
 
 
 @dataclass(frozen=True)
 class RingTile:
-    """Of ring_product and ring_rows, Hopper."""
+    """Of a ring_product: one activation row, Hopper."""
 
-    panels: int  # of 64 columns of both halves of a tile that a stage holds: 16 KB each; 1 with several rows
+    panels: int  # of 64 columns of both halves of a tile that a stage holds: 16 KB each
     stages: int
     pdl: bool = True
-    following: int = 0  # as ProductTile's
+    ahead: int = 0  # stages' worth of the next product's weights that a program asks into L2 before it waits
 
 
 def columns_of(batch: int) -> int:
@@ -59,16 +57,12 @@ def ring_tile(tuning: Tuning | None, op: str, outputs: int, k: int) -> RingTile 
     if entry:
         tile = RingTile(**{f.name: entry[f.name] for f in fields(RingTile) if f.name in entry})
         return tile if tile.stages else None
-    return RingTile(1, 6)  # 96 KB of weights on their way, so that the next kernel's ring finds room beside
+    return ring_rule(k)
 
 
-def rows_ring_tile(tuning: Tuning | None, op: str, outputs: int, k: int, batch: int) -> RingTile | None:
-    """The same for several rows: the table's "rows_ring_tiles", else a rule."""
-    entry = tuning and first_match(table(tuning.device).get("rows_ring_tiles", []), op=op, outputs=outputs, k=k, batch=batch)
-    if entry:
-        tile = RingTile(**{f.name: entry[f.name] for f in fields(RingTile) if f.name in entry})
-        return tile if tile.stages else None
-    return RingTile(1, {16: 6, 32: 5, 64: 4}[columns_of(batch)])
+def ring_rule(k: int) -> RingTile:
+    """104 KB with x: beside it the next kernel's ring finds room, a third does not: a multiprocessor gets one of each."""
+    return RingTile(1, max(2, ((104 << 10) - 2 * k) // (16 << 10)))
 
 
 def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> ProductTile:
@@ -88,9 +82,10 @@ def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> P
     warps = 4 if rows * columns <= 64 * 64 else 8
     tile_k = max(16, min(wide, tile_k))
     stages = (4 if columns <= 64 else 3) if big else 3 if columns <= 64 else 2
-    tma = tuning.capability == (9, 0) and columns > 64 and k % 8 == 0  # fewer registers: two programs are resident, not one
+    # fewer registers: two programs are resident, and one reads while the other samples
+    tma = op == "projection_sample" and tuning.capability == (9, 0) and columns > 64 and k % 8 == 0
     split, programs = 1, (3 if columns <= 32 else 2) * tuning.multiprocessors
     while split < 8 and outputs // rows * split * 2 <= programs and k // (tile_k * split * 2) >= 4:
         split *= 2
     fetch = 512 // tile_k if pdl and 512 * split <= k else 0
-    return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, norm_inside=False, tma=tma)
+    return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, tma)

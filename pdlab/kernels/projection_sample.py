@@ -25,7 +25,7 @@ import triton.language as tl
 
 from pdlab.kernels.ops import HeadWeights, SamplingBatch
 from pdlab.kernels.product_tiles import ProductTile, columns_of
-from pdlab.kernels.products import Scaled, constants, descriptors, normed, products
+from pdlab.kernels.products import LAYER, PLAIN, RMS, constants, descriptors, products
 
 LOGITS, GREEDY, RANDOM = 0, 1, 2  # what is made of the products
 _LOGITS, _RANDOM = tl.constexpr(LOGITS), tl.constexpr(RANDOM)
@@ -131,7 +131,6 @@ def projection_sample_kernel(
     WANT: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    NEXT_EACH: tl.constexpr, NEXT_SIZE: tl.constexpr, NEXT_APART: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     token = tile * ROWS + tl.arange(0, ROWS)
@@ -139,8 +138,8 @@ def projection_sample_kernel(
     m = tl.arange(0, BM)
     real = m < batch
     acc, _ = products(
-        X, NORM_W, NORM_B, W, XD, WD, X, X, X, rows, tile, batch, eps, 0,
-        K, ROWS, BM, BK, 1, AHEAD, FETCH, NORM, PDL, STAGES, TMA, 0, NEXT_EACH, NEXT_SIZE, NEXT_APART, SUMS,
+        X, NORM_W, NORM_B, W, XD, WD, X, X, rows, tile, batch, eps,
+        K, ROWS, BM, BK, 1, AHEAD, FETCH, NORM, PDL, STAGES, TMA,
     )  # fmt: skip
     if WANT == _LOGITS:
         at = m.to(tl.int64)[None, :] * VOCAB + token[:, None]
@@ -165,24 +164,24 @@ class Race:
 
 def project(
     x: torch.Tensor, head: HeadWeights, want: int, sampling: SamplingBatch, tile: ProductTile, race: Race,
-    *, done: Scaled | bool = False,
+    *, normed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Tokens i64[S] (GREEDY, RANDOM) or float32 logits [S, V] (LOGITS) of x [S, H], contiguous, S up to MAX_SAMPLED.
 
-    A row with a logit that is NaN or infinite gets token -1. `done`: x has been through the norm, or half the way. Rows of
+    A row with a logit that is NaN or infinite gets token -1. `normed`: x has been through the norm already. Rows of
     temperature 0 are greedy under RANDOM too. `tile.split` is not used: a vocabulary has tiles enough.
     """
     rows, k = x.shape
     vocab = head.proj.shape[0]
     columns = columns_of(rows)
-    x, of_norm, kind, sums = normed(x, head.norm, done)
+    kind = PLAIN if normed else RMS if head.norm.bias is None else LAYER
     shape, dtype = ((rows, vocab), torch.float32) if want == LOGITS else ((rows,), torch.int64)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     norm = head.norm
     projection_sample_kernel[(triton.cdiv(vocab, tile.rows),)](
-        x, *of_norm, head.proj,
+        x, norm.weight, norm.weight if norm.bias is None else norm.bias, head.proj,
         *descriptors(x, head.proj, tile, columns), sampling.temperature, sampling.seed, sampling.position,
         out, race.best, race.done, norm.eps, rows, VOCAB=vocab, WANT=want,
-        **constants(tile, columns, k, kind, sums=sums),
+        **constants(tile, columns, k, kind),
     )  # fmt: skip
     return out

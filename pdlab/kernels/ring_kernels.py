@@ -12,6 +12,7 @@ Oracle: reference.ReferenceOps. Twins for the interpreter: the kernels named on 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +25,17 @@ from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.norm_product import SWIGLU
 from pdlab.kernels.ops import HeadWeights, LayerWeights, NormWeights, RopeTable, SamplingBatch
 from pdlab.kernels.product_tiles import RingTile
-from pdlab.kernels.products import Following
 from pdlab.kernels.projection_sample import EMPTY, LOGITS, RANDOM, Race, gumbel, noise_key, race_key, winner
 from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, SEGMENTS, WARPS, activation, fill, next_tile
+
+
+@dataclass(frozen=True)
+class Following:
+    """The weights that the next product will read: a hint, nothing depends on it."""
+
+    weight: torch.Tensor
+    apart: int = 0  # elements between the two places where reading begins; 0: one place
+
 
 # results of a tile's half: a row a warp
 ROW = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
@@ -39,16 +48,33 @@ def ring_norm_product_kernel(
     WIDTH: gl.constexpr,  # outputs
     GATED: gl.constexpr,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    NEXT_EACH: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
     PARTNERS: gl.constexpr = -1 if GATED else 0
     PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
-    ring, full, mine = fill(WD, NEXT, tiles, WIDTH, K, PANELS, STAGES, PARTNERS, NEXT_EACH, NEXT_SIZE, NEXT_APART)
+    ring, full, mine = fill(WD, NEXT, tiles, WIDTH, K, PANELS, STAGES, PARTNERS, AHEAD, NEXT_SIZE, NEXT_APART)
     ys, scale = activation(X, NORM_W, eps, WD, K, True)
     lanes = gl.arange(0, PAIRS, ROW)
     for t in range(mine):
         tile = gl.program_id(0) + t * gl.num_programs(0)
-        a, b = next_tile(ring, full, WD, ys, scale, t * PIECES, mine * PIECES, WIDTH, K, PANELS, STAGES, PARTNERS, ROW)
+        a, b = next_tile(
+            ring,
+            full,
+            WD,
+            NEXT,
+            ys,
+            scale,
+            t * PIECES,
+            mine * PIECES,
+            WIDTH,
+            K,
+            PANELS,
+            STAGES,
+            PARTNERS,
+            ROW,
+            NEXT_SIZE,
+            NEXT_APART,
+        )
         if GATED:
             n = tile * PAIRS + lanes
             gl.store(OUT + n, (a / (1.0 + gl.exp(-a)) * b).to(OUT.dtype.element_ty), mask=n < WIDTH)
@@ -63,17 +89,19 @@ def ring_residual_product_kernel(
     U, WD, NEXT, X, OUT, tiles,
     OUTPUTS: gl.constexpr,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    NEXT_EACH: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
-    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, 0, NEXT_EACH, NEXT_SIZE, NEXT_APART)
+    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, 0, AHEAD, NEXT_SIZE, NEXT_APART)
     ys, scale = activation(U, U, 0.0, WD, K, False)
     lanes = gl.arange(0, PAIRS, ROW)
     for t in range(mine):
         n = (gl.program_id(0) + t * gl.num_programs(0)) * (2 * PAIRS) + lanes
         xa = gl.load(X + n, mask=n < OUTPUTS, other=0.0)
         xb = gl.load(X + n + PAIRS, mask=n + PAIRS < OUTPUTS, other=0.0)
-        a, b = next_tile(ring, full, WD, ys, scale, t * PIECES, mine * PIECES, 0, K, PANELS, STAGES, 0, ROW)
+        a, b = next_tile(
+            ring, full, WD, NEXT, ys, scale, t * PIECES, mine * PIECES, 0, K, PANELS, STAGES, 0, ROW, NEXT_SIZE, NEXT_APART
+        )
         gl.store(OUT + n, (a + xa.to(gl.float32)).to(OUT.dtype.element_ty), mask=n < OUTPUTS)
         gl.store(OUT + n + PAIRS, (b + xb.to(gl.float32)).to(OUT.dtype.element_ty), mask=n + PAIRS < OUTPUTS)
 
@@ -83,10 +111,10 @@ def ring_norm_qkv_rope_kernel(
     X, NORM_W, WD, NEXT, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, eps, tiles,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    NEXT_EACH: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
-    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, HALF, NEXT_EACH, NEXT_SIZE, NEXT_APART)
+    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, HALF, AHEAD, NEXT_SIZE, NEXT_APART)
     # where the token is and goes was uploaded before the step began
     slot, position = gl.load(SLOTS), gl.load(POSITIONS)
     ys, scale = activation(X, NORM_W, eps, WD, K, True)
@@ -97,7 +125,9 @@ def ring_norm_qkv_rope_kernel(
         turned = head < HEADS + KV_HEADS
         cos = gl.load(COS + position * HALF + d, mask=turned, other=1.0)
         sin = gl.load(SIN + position * HALF + d, mask=turned, other=0.0)
-        a, b = next_tile(ring, full, WD, ys, scale, t * PIECES, mine * PIECES, 0, K, PANELS, STAGES, HALF, ROW)
+        a, b = next_tile(
+            ring, full, WD, NEXT, ys, scale, t * PIECES, mine * PIECES, 0, K, PANELS, STAGES, HALF, ROW, NEXT_SIZE, NEXT_APART
+        )
         ra = (a * cos - b * sin).to(Q.dtype.element_ty)
         rb = (b * cos + a * sin).to(Q.dtype.element_ty)
         is_q = head < HEADS
@@ -140,7 +170,7 @@ def ring_project_kernel(
     best = gl.full([PAIRS], _EMPTY, gl.int64, ROW)
     for t in range(mine):
         n = (gl.program_id(0) + t * gl.num_programs(0)) * (2 * PAIRS) + lanes
-        a, b = next_tile(ring, full, WD, ys, scale, t * PIECES, mine * PIECES, 0, K, PANELS, STAGES, 0, ROW)
+        a, b = next_tile(ring, full, WD, X, ys, scale, t * PIECES, mine * PIECES, 0, K, PANELS, STAGES, 0, ROW, 0, 0)
         if WANT == _LOGITS:
             gl.store(OUT + n, a, mask=n < VOCAB)
             gl.store(OUT + n + PAIRS, b, mask=n + PAIRS < VOCAB)
@@ -171,11 +201,10 @@ def _constants(tile: RingTile, k: int) -> dict[str, Any]:
     return {"K": k, "PANELS": tile.panels, "STAGES": tile.stages, **launch}
 
 
-def _next(tile: RingTile, programs: int, following: Following | None) -> dict[str, Any]:
-    each = 0 if following is None else following.each(programs, tile.following)
-    if not each or following is None:
-        return {"NEXT_EACH": 0, "NEXT_SIZE": 0, "NEXT_APART": 0}
-    return {"NEXT_EACH": each, "NEXT_SIZE": following.weight.numel(), "NEXT_APART": following.apart}
+def _next(tile: RingTile, following: Following | None) -> dict[str, Any]:
+    if following is None:
+        return {"AHEAD": 0, "NEXT_SIZE": 0, "NEXT_APART": 0}
+    return {"AHEAD": tile.ahead, "NEXT_SIZE": following.weight.numel(), "NEXT_APART": following.apart}
 
 
 def ring_norm_product(
@@ -193,7 +222,7 @@ def ring_norm_product(
     out = torch.empty((1, width), dtype=x.dtype, device=x.device)
     ring_norm_product_kernel[(programs,)](
         x, norm.weight, _descriptor(weight), weight if following is None else following.weight, out, norm.eps, tiles,
-        WIDTH=width, GATED=gated, **_constants(tile, x.shape[1]), **_next(tile, programs, following),
+        WIDTH=width, GATED=gated, **_constants(tile, x.shape[1]), **_next(tile, following),
     )  # fmt: skip
     return out
 
@@ -206,7 +235,7 @@ def ring_residual_product(
     out = torch.empty_like(x)
     ring_residual_product_kernel[(programs,)](
         u, _descriptor(weight), weight if following is None else following.weight, x, out, tiles,
-        OUTPUTS=len(weight), **_constants(tile, u.shape[1]), **_next(tile, programs, following),
+        OUTPUTS=len(weight), **_constants(tile, u.shape[1]), **_next(tile, following),
     )  # fmt: skip
     return out
 
@@ -223,7 +252,7 @@ def ring_norm_qkv_rope(
         x, w.attn_norm.weight, _descriptor(w.qkv), w.qkv if following is None else following.weight, rope.cos, rope.sin,
         view.positions, view.slots, q, view.k, view.v, w.attn_norm.eps, tiles,
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page,
-        **_constants(tile, x.shape[1]), **_next(tile, programs, following),
+        **_constants(tile, x.shape[1]), **_next(tile, following),
     )  # fmt: skip
     return q
 

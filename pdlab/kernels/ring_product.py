@@ -65,42 +65,53 @@ def first_rows(tile, apart, PARTNERS: gl.constexpr):
 
 
 @gluon.jit
-def ask(ring, full, WD, i, pieces, apart, K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr):
-    """Starts the copy of this program's piece i: PANELS panels of both halves of a tile; nothing from `pieces` on."""
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)  # of a tile
-    stage = i % STAGES
-    ours = i < pieces
-    a, b = first_rows(gl.program_id(0) + i // PIECES * gl.num_programs(0), apart, PARTNERS)
-    column = i % PIECES * (PANELS * PANEL)
-    mbarrier.expect(full.index(stage), 2 * PANELS * WD.block_type.nbytes, pred=ours)
-    for p in gl.static_range(PANELS):
-        at = stage * (2 * PANELS) + p
-        tma.async_copy_global_to_shared(WD, [a * 16, column + p * PANEL], full.index(stage), ring.index(at), pred=ours)
-        tma.async_copy_global_to_shared(WD, [b * 16, column + p * PANEL], full.index(stage), ring.index(at + PANELS), pred=ours)
+def ask_following(NEXT, over, PANELS: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr):
+    """Asks into L2 for a piece's worth of what is read next, NEXT_SIZE elements at NEXT: this program's part of the `over`-th.
+
+    NEXT_APART: half of it at this distance, since gates and values lie half a matrix apart.
+    """
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    EACH: gl.constexpr = 2 * PANELS * LINES * PANEL  # elements of a piece
+    line = gl.arange(0, EACH // 64, THREADS) * 64
+    place = over * gl.num_programs(0) + gl.program_id(0)
+    at = place * EACH + line
+    if NEXT_APART:
+        at = place * (EACH // 2) + line % (EACH // 2) + line // (EACH // 2) * NEXT_APART
+    where = NEXT + gl.minimum(at.to(gl.int64), NEXT_SIZE - 1)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def following_into_l2(NEXT, EACH: gl.constexpr, SIZE: gl.constexpr, APART: gl.constexpr):
-    """As products._following_into_l2."""
-    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    program = gl.program_id(0)
-    first = program * EACH
-    if APART:
-        first = program % 2 * APART + program // 2 * EACH
-    at = NEXT + gl.minimum(first.to(gl.int64) + gl.arange(0, EACH // 64, THREADS) * 64, SIZE - 1)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
+def ask(
+    ring, full, WD, NEXT, i, pieces, apart,
+    K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
+    NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of this program's piece i: PANELS panels of both halves of a tile. From `pieces` on, what the next kernel
+    reads is asked into L2 instead: the stream of requests does not end before the kernel does."""
+    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)  # of a tile
+    if i < pieces:
+        stage = i % STAGES
+        a, b = first_rows(gl.program_id(0) + i // PIECES * gl.num_programs(0), apart, PARTNERS)
+        column = i % PIECES * (PANELS * PANEL)
+        mbarrier.expect(full.index(stage), 2 * PANELS * WD.block_type.nbytes)
+        for p in gl.static_range(PANELS):
+            at = stage * (2 * PANELS) + p
+            tma.async_copy_global_to_shared(WD, [a * 16, column + p * PANEL], full.index(stage), ring.index(at))
+            tma.async_copy_global_to_shared(WD, [b * 16, column + p * PANEL], full.index(stage), ring.index(at + PANELS))
+    elif NEXT_SIZE:
+        ask_following(NEXT, i - pieces, PANELS, NEXT_SIZE, NEXT_APART)
 
 
 @gluon.jit
 def fill(
     WD, NEXT, tiles, apart,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
-    NEXT_EACH: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
-    """(the ring, on its way; its barriers; tiles of this program). Behind it NEXT_EACH elements a program of what is read next
-    go to L2."""
+    """(the ring, on its way; its barriers; tiles of this program). Behind it AHEAD pieces of what is read next go to L2."""
     PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
     ring = gl.allocate_shared_memory(WD.dtype, [STAGES * 2 * PANELS, LINES, PANEL], WD.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -109,9 +120,10 @@ def fill(
     fence_async_shared()
     mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for i in gl.static_range(STAGES):
-        ask(ring, full, WD, i, mine * PIECES, apart, K, PANELS, STAGES, PARTNERS)
-    if NEXT_EACH:
-        following_into_l2(NEXT, NEXT_EACH, NEXT_SIZE, NEXT_APART)
+        ask(ring, full, WD, NEXT, i, mine * PIECES, apart, K, PANELS, STAGES, PARTNERS, NEXT_SIZE, NEXT_APART)
+    if NEXT_SIZE:
+        for i in gl.static_range(AHEAD):  # behind those that will be asked for in the course of the tiles
+            ask_following(NEXT, STAGES + i, PANELS, NEXT_SIZE, NEXT_APART)
     return ring, full, mine
 
 
@@ -164,8 +176,9 @@ def _diagonal(c, ROW: gl.constexpr):
 
 @gluon.jit
 def next_tile(
-    ring, full, WD, ys, scale, i, pieces, apart,
+    ring, full, WD, NEXT, ys, scale, i, pieces, apart,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr, ROW: gl.constexpr,
+    NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
     """Products float32 [PAIRS] of the two halves of the tile whose first piece is i, while later pieces come in."""
     PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
@@ -183,5 +196,5 @@ def next_tile(
                 b = warpgroup_mma(ring.index(stage * (2 * PANELS) + PANELS + p), y, b, is_async=True)
         a, b = warpgroup_mma_wait(0, deps=[a, b])
         barrier()  # all warps have read the stage
-        ask(ring, full, WD, i + c + STAGES, pieces, apart, K, PANELS, STAGES, PARTNERS)
+        ask(ring, full, WD, NEXT, i + c + STAGES, pieces, apart, K, PANELS, STAGES, PARTNERS, NEXT_SIZE, NEXT_APART)
     return _diagonal(a, ROW) * scale, _diagonal(b, ROW) * scale

@@ -48,9 +48,8 @@ class Model:
         self.weights = weights
         self.layers = weights.layers
         self.head = weights.head
-        for w, then in zip(self.layers, self.layers[1:], strict=False):
-            w.following, w.following_norm = then.qkv, then.attn_norm
-        self.layers[-1].following, self.layers[-1].following_norm = self.head.proj, self.head.norm
+        for w, following in zip(self.layers, [*(w.qkv for w in self.layers[1:]), self.head.proj], strict=True):
+            w.following = following
         self.ops: ModelOps = ops or ReferenceOps()
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype

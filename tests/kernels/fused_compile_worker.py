@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 from pdlab.kernels.filtered_sample import filtered_sample_kernel
 from pdlab.kernels.norm_product import GELU, SWIGLU, norm_product_kernel
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope_kernel
-from pdlab.kernels.product_tiles import ProductTile, RingTile, columns_of, product_tile
-from pdlab.kernels.products import LAYER, PLAIN, RMS, SCALED, constants
+from pdlab.kernels.product_tiles import ProductTile, columns_of, product_tile, ring_rule
+from pdlab.kernels.products import LAYER, PLAIN, RMS, constants
 from pdlab.kernels.projection_sample import RANDOM, projection_sample_kernel
 from pdlab.kernels.residual_product import residual_product_kernel
 from pdlab.kernels.row_kernels import norm_rows_kernel, rope_rows_kernel, silu_product_kernel
@@ -32,8 +32,8 @@ POINTERS = dict.fromkeys(
     ("X", "NORM_W", "NORM_B", "W", "BIAS", "Q", "KC", "VC", "U", "OUT", "GU", "QKV", "Q_NORM", "K_NORM", "B", "Y", "LOGITS"),
     "*bf16",
 )
-POINTERS |= dict.fromkeys(("NEXT", "XD", "UD", "WD"), "*bf16")
-POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "SUMS_OF", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
+POINTERS |= dict.fromkeys(("NEXT", "XD", "WD"), "*bf16")
+POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
 POINTERS |= dict.fromkeys(("POSITIONS", "SLOTS", "SEED", "POSITION", "BEST", "TOKENS"), "*i64")
 POINTERS |= dict.fromkeys(("COUNT", "DONE", "TOP_K"), "*i32")
 
@@ -45,11 +45,7 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
 
     def product(op: str, outputs: int, k: int, kind: int) -> dict[str, Any]:
         tile: ProductTile = tile_of(op, outputs, k, batch)
-        scaled = kind == RMS and batch > 1 and not tile.norm_inside
-        fixed = constants(tile, columns, k, SCALED if scaled else kind if tile.norm_inside else PLAIN, sums=64 * scaled)
-        if tile.pdl and op != "projection_sample":  # as if it asked for 4 KB a program of what is read next
-            fixed |= {"NEXT_EACH": 2048, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23 if op == "out_residual" else 0}
-        return fixed
+        return constants(tile, columns, k, kind if batch == 1 else PLAIN)
 
     rope = c.family != "gpt2"
     shape = {"HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads, "HALF": c.head_dim // 2, "PAGE": 16, "ROPE": rope}
@@ -60,7 +56,6 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
     if kernel in ("out_residual", "down_residual"):
         k = c.q_size if kernel == "out_residual" else c.ffn_size
         fixed = product(kernel, c.hidden_size, k, PLAIN) | {"OUTPUTS": c.hidden_size, "BIASED": c.out_bias}
-        fixed["SCALES"] = rope and batch > 1
         return residual_product_kernel, fixed, {}
     if kernel == "norm_mlp_up":
         more = {"WIDTH": c.ffn_size, "ACTIVATION": SWIGLU if rope else GELU, "BIASED": c.mlp_bias}
@@ -79,13 +74,14 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
     return filtered_sample_kernel, {"VOCAB": c.vocab_size, "BLOCK": 4096, "num_warps": 16}, {"LOGITS": "*fp32"}
 
 
-def ring_job(kernel: str, c: Any, tile: RingTile) -> tuple[Any, dict[str, Any], dict[str, str]]:
+def ring_job(kernel: str, c: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """As `job`, for the kernels of one row on Hopper."""
     from pdlab.kernels import ring_kernels as rings
 
     k = c.ffn_size if kernel == "ring_residual_product" else c.hidden_size
+    tile = ring_rule(k)
     fixed: dict[str, Any] = {"K": k, "PANELS": tile.panels, "STAGES": tile.stages, "num_warps": rings.WARPS, "launch_pdl": True}
-    fixed |= {"NEXT_EACH": 32768, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23}
+    fixed |= {"AHEAD": 2, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23}
     if kernel == "ring_norm_product":
         return rings.ring_norm_product_kernel, fixed | {"WIDTH": c.ffn_size, "GATED": True}, {}
     if kernel == "ring_residual_product":
@@ -101,12 +97,9 @@ def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], ca
     names = kernel.arg_names
     constant = {name: value for name, value in fixed.items() if name in names}
     kinds = POINTERS | types
-    if fixed.get("NORM") == SCALED:
-        kinds |= dict.fromkeys(("NORM_W", "NORM_B"), "*fp32")
     if fixed.get("TMA"):
         kinds |= dict.fromkeys(("XD", "UD"), f"tensordesc<bf16[{fixed['BM']}, {fixed['BK']}]>")
-        boxed = fixed["ROWS"] // (2 if fixed.get("ACTIVATION") == SWIGLU else 1)
-        kinds["WD"] = f"tensordesc<bf16[{boxed}, {fixed['BK']}]>"
+        kinds["WD"] = f"tensordesc<bf16[{fixed['ROWS']}, {fixed['BK']}]>"
     signature = {n: "constexpr" if n in constant else kinds.get(n, "fp32" if n == "eps" else "i32") for n in names}
     source_of = ASTSource
     if getattr(kernel, "is_gluon", lambda: False)():
@@ -128,7 +121,7 @@ def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], ca
 def compile_job(kernel: str, capability: tuple[int, int], model: str, batch: int) -> dict[str, Any]:
     tuning = Tuning("no-such-device", capability, 132, 50 << 20)
     if kernel.startswith("ring_"):
-        parts = ring_job(kernel, config_of(model), RingTile(1, 6))
+        parts = ring_job(kernel, config_of(model))
     else:
         parts = job(kernel, config_of(model), batch, lambda *facts: product_tile(tuning, *facts))
     built = compile_kernel(*parts, capability)

@@ -25,6 +25,7 @@ from pdlab.kernels.projection_sample import GREEDY, LOGITS, RANDOM, Race, noise_
 from pdlab.kernels.projection_sample import gumbel as gumbel_noise
 from pdlab.kernels.reference import project_logits
 from pdlab.kernels.reference_sampling import gumbel, sample_from_logits
+from pdlab.kernels.row_kernels import norm_rows
 
 
 def operations(case: dict[str, Any], tile: dict[str, Any]) -> dict[str, float]:
@@ -44,12 +45,15 @@ def sampled(seed: int, rows: int, vocab: int, hidden: int, tile: dict[str, Any],
         x[2, 0] = float("inf")
     race = Race("cpu")
     t = ProductTile(**tile)
-    logits = project(x, head, LOGITS, sampling, t, race)
-    answer: dict[str, Any] = {"logits": float((logits - project_logits(x, head)).nan_to_num(0, 0, 0).abs().max())}
+    exact = project_logits(x, head)
+    normed = rows > 1
+    x = norm_rows(x, head.norm) if normed else x
+    logits = project(x, head, LOGITS, sampling, t, race, normed=normed)
+    answer: dict[str, Any] = {"logits": float((logits - exact).nan_to_num(0, 0, 0).abs().max())}
     for name, want in (("random", RANDOM), ("greedy", GREEDY)):
         sampling.any_random = want == RANDOM
         for _ in range(repeat):
-            got = project(x, head, want, sampling, t, race)
+            got = project(x, head, want, sampling, t, race, normed=normed)
         answer[name] = [got.tolist(), sample_from_logits(logits, sampling).tokens.tolist()]
     return answer
 

@@ -38,20 +38,12 @@ def test_every_operation_matches_float64(shape: str, tokens: int) -> None:
     assert max(found.values()) < TOLERANCE["bfloat16"], found
 
 
-@pytest.mark.parametrize("technique", ["pdl", "ring", "prefetch", "scale", "measured"])
+@pytest.mark.parametrize("technique", ["pdl", "ring", "prefetch", "measured"])
 @pytest.mark.parametrize("tokens", [1, 13])
 def test_without_any_one_technique_the_results_are_the_same(tokens: int, technique: str) -> None:
     case = Case(tokens=tokens, page=16, dtype="float16", device="cuda", **SHAPES["llama-1b"])
     found = errors(case, None, **{technique: False})
     assert max(found.values()) < TOLERANCE["float16"], found
-
-
-@pytest.mark.parametrize("tokens", [2, 17, 48, 64])
-def test_rows_of_equal_stretches_agree_with_tiles(tokens: int) -> None:
-    """Whatever programs share a tile: shapes with heads of 64 and of 128."""
-    for shape in ("llama-1b", "llama-2-7b"):
-        found = errors(Case(tokens=tokens, page=16, dtype="bfloat16", device="cuda", seed=tokens, **SHAPES[shape]), None)
-        assert max(found.values()) < TOLERANCE["bfloat16"], found
 
 
 def test_one_row_by_a_ring_samples_the_tokens_of_the_oracle() -> None:
