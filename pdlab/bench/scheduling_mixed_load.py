@@ -126,7 +126,10 @@ def host(ctx: Context) -> None:
 
 
 def sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int) -> None:
-    """Every policy at every load on the simulator; n requests a run."""
+    """Every policy at every load on the simulator; n requests a run. A device that is only predicted: the headline."""
+    if imitation.kind == "predicted":
+        _sweep(ctx, record, imitation, n, next(iter(SWEEPS)), LOADS[:1])
+        return
     for name, loads in SWEEPS.items():
         _sweep(ctx, record, imitation, n, name, loads if ctx.full else LOADS[:1])
 

@@ -1,6 +1,7 @@
 """The serving suites: a simulator process needs nothing but its Imitation, and the bound check can fail."""
 
 import pickle
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,31 @@ def test_with_no_time_left_rows_say_so(tmp_path, monkeypatch):
         scheduling_mixed_load.measure(ctx, session, 1.0)
     assert {r.status for r in recorder.rows} == {"skipped:the time budget ran out"}
     assert {r.variant for r in recorder.rows} == set(scheduling_mixed_load.MEASURED)
+
+
+def test_a_device_that_nobody_recorded_is_predicted():
+    one = serving.Imitation.known("nvidia-l4", "qwen3-8b")
+    assert one.kind == "predicted"
+    assert one.scale.config.ttft_objective_s > serving.Imitation.known("nvidia-b200", "qwen3-8b").scale.config.ttft_objective_s
+
+
+def test_the_warm_up_meets_every_batch_size_and_the_ladder_sees_each_for_a_while():
+    config = serving.serving_config(max_batch_tokens=128, max_batch_requests=40)
+    engine = imitation().engine(config)
+    counts = [
+        row.decode_count for row in serving.replay(engine, serving.ladder(config), keep=True).trace if not row.prefill_tokens
+    ]
+    for below, size in pairwise((0, 1, 2, 4, 8, 16, 24, 32, 40)):
+        assert sum(below < n <= size for n in counts) >= serving.LADDER_STEPS // 2
+    chunks = {n for w in serving.warm_up(config, 4000) for item in w for n in (item.prompt_tokens,)}
+    assert {1, 2, 3, 5, 9, 16, 17, 33} <= chunks
+    assert max(chunks) == 2 * 128 + 100
+
+
+def test_a_saturated_rate_counts_neither_ramp_nor_drain():
+    admitted = [*[0.0] * 30, *[0.5 * i for i in range(1, 61)]]
+    outcome = Outcome("w", 1, 1, requests=[ended(i, 0.0, t, 1e3) for i, t in enumerate(admitted)])
+    assert serving.saturated_rate(outcome) == pytest.approx(2.0, rel=0.02)
 
 
 def ended(number, arrival, admitted, finish):

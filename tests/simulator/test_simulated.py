@@ -49,6 +49,27 @@ def test_steps_start_when_the_host_has_submitted_and_the_device_is_free():
     assert third.t_start == 2.5
 
 
+class Launches:
+    """A host that plans for a tenth of a second and launches for two."""
+
+    def between(self, shape):
+        return 0.1
+
+    def launch(self, shape):
+        return 2.0
+
+
+def test_a_short_step_takes_as_long_as_its_launches_unless_they_hide_behind_another():
+    ex = SimulatedExecutor(MODEL, lambda s: 0.5, 64, steps_in_flight=2, host=Launches())
+    first, second = ex.submit(one_plan()), ex.submit(one_plan(step=1))
+    assert (first.result().t_start, first.result().t_end) == (0.1, 2.1)
+    assert (second.result().t_start, second.result().t_end) == (pytest.approx(2.2), pytest.approx(4.2))
+    slow = SimulatedExecutor(MODEL, lambda s: 5.0, 64, steps_in_flight=2, host=Launches())
+    a, b = slow.submit(one_plan()), slow.submit(one_plan(step=1))
+    assert a.result().t_end == pytest.approx(5.1)
+    assert b.result().t_end == pytest.approx(10.1), "launched while the first one ran"
+
+
 def test_more_steps_than_may_be_in_flight_are_refused():
     ex = SimulatedExecutor(MODEL, lambda s: 1.0, 64)
     ex.submit(one_plan())
