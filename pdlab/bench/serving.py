@@ -269,9 +269,8 @@ class Imitation:
 
     def engine(self, config: EngineConfig) -> CoalescingEngine:
         prices, frozen = self.estimator(), self.estimator()
-        model, cost = frozen.model, frozen.device_seconds
-        if self.state is None:
-            cost = data_sheet_cost(model, self.device, self.dtype)
+        model = frozen.model
+        cost = data_sheet_cost(model, self.device, self.dtype) if self.state is None else frozen.device_seconds
         executor = SimulatedExecutor(
             model, cost, self.slots, steps_in_flight=config.steps_in_flight, host=frozen.host, calibration=self.kind
         )
