@@ -101,7 +101,7 @@ def every_shape(most: int) -> Iterator[Workload]:
     decodes, in batches up to `most` requests. A kernel may be made anew for a size of batch, of chunk, or of both."""
     for decodes in (0, *sorted({min(n, most) for n in (20, 100, 300)})):
         short = [Item(0.0, prompt_tokens=6, max_tokens=8 + i % 24) for i in range(decodes)]
-        more = [Item(0.0, prompt_tokens=n, max_tokens=2) for n in (1900, 1900, 200, 20, 200, 12, 5, 3)]
+        more = [Item(0.0, prompt_tokens=n, max_tokens=2) for n in (1900, 1900, 200, 20, 200)]
         yield Workload("every_shape", short + more, clients=decodes + 2 if decodes else 1)
 
 

@@ -17,7 +17,9 @@ import numpy as np
 
 from pdlab.bench.memory_runs import engines_over, every_shape, on_device, play, recorder_for, simulated_engine
 from pdlab.core.config import EngineConfig
+from pdlab.costs.formulas import itemsize_of, weights_bytes
 from pdlab.engine.engine import Engine
+from pdlab.models.catalogue import config_of
 from pdlab.workloads.replay import Outcome
 from pdlab.workloads.workload import Item, Workload
 
@@ -98,7 +100,7 @@ def _measure(ctx: Context) -> None:
     from pdlab.models.loading import load
 
     full = ctx.full and ctx.device.startswith("cuda")
-    model, clients = (SIMULATED["nvidia-h200"], CLIENTS) if full else ("llama-tiny", 4)
+    model, clients = (_model(ctx), CLIENTS) if full else ("llama-tiny", 4)
     loaded = load(f"random:{model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
 
     def config(reuse: bool) -> EngineConfig:
@@ -115,6 +117,13 @@ def _measure(ctx: Context) -> None:
                 return
             _report(ctx, ctx.record, make(config(reuse)), workload, model, reuse, "measured", short)
             ctx.record.flush()
+
+
+def _model(ctx: Context) -> str:
+    """The shape that is simulated too, where it fits and there is time to make its kernels; else a smaller one."""
+    large = SIMULATED["nvidia-h200"]
+    fits = weights_bytes(config_of(f"random:{large}"), itemsize_of(ctx.dtype)) < 0.6 * ctx.machine.memory_bytes
+    return large if fits and ctx.left() >= 75 else "llama-1b"
 
 
 def _affordable(ctx: Context, engine: Engine, clients: int, short: Workload) -> Workload:
