@@ -2,9 +2,9 @@
 
     python compile_worker.py '[["decode", [9, 0], 128, 1], ["prefill", [8, 0], 64, 4096], ...]'
 
-A job is kind (decode, ring for the decode kernel with a ring, prefill, or hopper for the warp-specialized prefill), capability,
-head size, and query tokens a request (decode: at once; prefill: of the longest chunk) or, for the ring, the query heads of a
-group. Run in a process without TRITON_INTERPRET, under which nothing would be compiled.
+A job is kind (decode, ring for the decode kernel with a ring, or prefill), capability, head size, and query tokens a request
+(decode: at once; prefill: of the longest chunk) or, for the ring, the query heads of a group.
+Run in a process without TRITON_INTERPRET, under which nothing would be compiled.
 """
 
 from __future__ import annotations
@@ -80,22 +80,6 @@ def ahead_of_time(
     return triton.compile(code, target=GPUTarget("cuda", 10 * major + minor, 32), options={"num_warps": warps} | more)
 
 
-def compile_hopper(head: int) -> Any:
-    """The warp-specialized kernel; its registers a thread differ by role, so what the binary says is the launch's."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from pdlab.kernels.flash_prefill_hopper import flash_prefill_hopper_kernel
-
-    consumers, stages = (2, 2) if head == 128 else (3, 4)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    boxes = {name: f"tensordesc<bf16[{rows}, {head}],{layout!r}>" for name, rows in (("qd", 64), ("kd", 128), ("vd", 128))}
-    fixed = {"HEAD": head, "BLOCK_N": 128, "STAGES": stages, "CONSUMERS": consumers, "CAUSAL": True, "TURNS": True}
-    fixed["REGISTERS"] = 240 if consumers == 2 else 160
-    types = POINTERS | boxes | {"SCHEDULE": "*i32", "scale": "fp32"}
-    return ahead_of_time(flash_prefill_hopper_kernel, GluonASTSource, fixed, types, (9, 0), 4)
-
-
 def compile_ring(tile: DecodeRing, capability: tuple[int, int], head: int, group: int) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -111,10 +95,6 @@ def compile_ring(tile: DecodeRing, capability: tuple[int, int], head: int, group
 
 def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) -> dict[str, Any]:
     tuning = Tuning("no-such-device", capability, 132, 50 << 20)
-    if kind == "hopper":
-        built = compile_hopper(head)
-        answer = {"shared": built.metadata.shared, "blocks": 1, "warps": 12 if head == 128 else 16, "room": tuning.shared_bytes}
-        return answer | resources(built.asm["cubin"])
     if kind == "ring":
         ring = tuning.ring(head, tokens)
         assert ring is not None

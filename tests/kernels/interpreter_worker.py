@@ -104,19 +104,19 @@ def ranks(tiles: list[int], done: list[int]) -> dict[str, Any]:
 
 
 def schedule(
-    lens: list[int], queries: list[int], causal: bool, min_q: int = 1, block_m: int = 128, block_n: int = 64
+    lens: list[int], queries: list[int], causal: bool, min_q: int = 1, item_rows: int = 128, by_request: bool = False
 ) -> dict[str, Any]:
-    """Entries for the warp-specialized kernel: [[first row, rows, K row, tiles, clear, newest, length], ...]."""
-    from pdlab.kernels.flash_prefill_hopper import ENTRY, schedule_kernel
+    """Entries for the warp-specialized kernels: [[first row, rows, K row, newest key of the first row, keys, request], ...]."""
+    from pdlab.kernels.prefill_schedule import ENTRY, schedule_kernel
 
     starts = torch.tensor([sum(queries[:b]) for b in range(len(queries) + 1)], dtype=torch.int32)
-    tiles = sum(-(-n // block_m) for n in queries)
-    made = torch.full(((tiles + 2) * ENTRY,), -1, dtype=torch.int32)
-    schedule_kernel[(tiles + 1,)](
+    most = sum(-(-n // item_rows) for n in queries)
+    made = torch.full(((most + 2) * ENTRY,), -1, dtype=torch.int32)
+    schedule_kernel[(most + 1,)](
         made, torch.tensor([1000 * b for b in range(len(lens))]), torch.tensor(lens, dtype=torch.int32), starts, len(lens),
-        BLOCK_M=block_m, BLOCK_N=block_n, BATCH_PAD=4, MIN_Q=min_q, CAUSAL=causal,
+        ITEM_ROWS=item_rows, BATCH_PAD=4, MIN_Q=min_q, CAUSAL=causal, BY_REQUEST=by_request,
     )  # fmt: skip
-    return {"total": int(made[0]), "entries": made.view(-1, ENTRY)[1 : 1 + int(made[0]), :7].tolist()}
+    return {"total": int(made[0]), "late": int(made[1]), "entries": made.view(-1, ENTRY)[1 : 1 + int(made[0]), :6].tolist()}
 
 
 if __name__ == "__main__":

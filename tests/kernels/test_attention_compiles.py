@@ -19,16 +19,13 @@ import pdlab.kernels  # noqa: E402
 Job = tuple[str, tuple[int, int], int, int]  # kind, capability, head size, query tokens (ring: heads of a group)
 SHIPPED: list[Job] = [(kind, capability, head, tokens) for capability in ((8, 0), (8, 9), (9, 0)) for head in (64, 128)
            for kind, tokens in (("decode", 1), ("ring", 4), ("prefill", 4096))]  # fmt: skip
-SHIPPED += [("prefill", (9, 0), head, 256) for head in (64, 128)] + [("hopper", (9, 0), 128, 4096)]
+SHIPPED += [("prefill", (9, 0), head, 256) for head in (64, 128)]
 RARE: list[Job] = [(kind, capability, head, tokens) for capability in ((8, 0), (8, 9), (9, 0))
         for kind, head, tokens in (("decode", 256, 1), ("prefill", 256, 4096), ("decode", 80, 1), ("prefill", 80, 256),
                                    ("decode", 128, 4), ("decode", 64, 16), ("ring", 128, 16), ("ring", 64, 1))]  # fmt: skip
 # The reserve that CUDA keeps of each block's shared memory (CUDA programming guide, compute capabilities)
 RESERVED = 1024
 REGISTERS = 65536
-
-
-RARE += [("hopper", (9, 0), 64, 4096)]
 
 
 def label(job: Job) -> str:
@@ -46,7 +43,6 @@ def compiled(jobs: list[Job], cache: Path, environment: dict[str, str]) -> dict[
         "flash_decode",
         "flash_decode_ring",
         "flash_prefill",
-        "flash_prefill_hopper",
         "tuning",
     )
     sources = [(package / f"{name}.py").read_bytes() for name in names] + [(here / "compile_worker.py").read_bytes()]
@@ -72,9 +68,7 @@ def check(job: Job, found: dict[str, Any]) -> None:
         f"the grid's blocks are not resident together: {found}"
     )
     assert found["HMMA"] + found["HGMMA"] > 0, "no matrix instruction: the products run on the plain cores"
-    if job[0] == "hopper":
-        assert found["UTMALDG"] > 0, "the copy engine is not used"
-    if job[0] in ("prefill", "hopper") and job[1][0] == 9:
+    if job[0] == "prefill" and job[1][0] == 9:
         assert found["HGMMA"] > 0, "the slow matrix instructions of earlier generations"
 
 

@@ -124,25 +124,3 @@ def test_library_attention_matches_float64(name: str) -> None:
     q, view = make_case([1, 333, 700, 129], [1, 1, 300, 129], heads=8, kv_heads=2, dim=64, dtype="bfloat16", device="cuda")
     out = sdpa(q, view, kernel=name.partition(":")[2] or None)
     assert relative(out, oracle(q, view)) < TOLERANCE["bfloat16"]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 128), (8, 2, 128), (6, 2, 64), (4, 4, 64)])
-@pytest.mark.parametrize("turns", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_hopper_kernel_matches_float64(dtype: str, heads: int, kv_heads: int, dim: int, turns: bool, causal: bool) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Hopper only")
-    from pdlab.kernels.flash_prefill_hopper import fits, flash_prefill_hopper
-    from pdlab.kernels.tuning import HopperTile
-
-    lens, queries = [1, 127, 128, 700, 64, 2048, 3000], [1, 127, 128, 300, 64, 1, 3000]
-    q, view = make_case(lens, queries, heads=heads, kv_heads=kv_heads, dim=dim, page=1, paged=False, dtype=dtype, device="cuda")
-    assert fits(q, view)
-    truth = oracle(q, view, causal)
-    for tile in (HopperTile(2, 128, 2, turns), HopperTile(2, 64, 4, turns), HopperTile(3, 128, 2 if dim == 128 else 4, turns)):
-        if tile.consumers == 3 and dim == 128:
-            continue  # three warpgroups with outputs of 128 do not fit the registers
-        for _ in range(5):
-            out = flash_prefill_hopper(q, view, tile, causal=causal)
-            assert relative(out, truth) < TOLERANCE[dtype]

@@ -147,24 +147,31 @@ def test_tiles_are_handed_out_longest_first_and_each_once(ask: Ask, tiles: list[
     assert costs == sorted(costs, reverse=True)
 
 
+@pytest.mark.parametrize("item_rows", [64, 128, 256])
+@pytest.mark.parametrize("by_request", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_schedule_covers_every_query_once_with_all_the_keys_it_sees(ask: Ask, causal: bool) -> None:
+def test_the_schedule_covers_every_query_once_with_all_the_keys_it_sees(
+    ask: Ask, causal: bool, by_request: bool, item_rows: int
+) -> None:
     lens, queries = [700, 64, 300, 5], [300, 64, 1, 5]
-    found = ask("schedule", lens=lens, queries=queries, causal=causal, min_q=2, block_m=128, block_n=64)
+    found = ask("schedule", lens=lens, queries=queries, causal=causal, min_q=2, item_rows=item_rows, by_request=by_request)
+    assert found["late"] == 0
     starts = [sum(queries[:b]) for b in range(5)]
     rows = []
-    for first, count, key_row, tiles, clear, newest, length in found["entries"]:
-        request = max(b for b in range(4) if starts[b] <= first)
+    for first, count, key_row, newest, length, request in found["entries"]:
+        assert starts[request] <= first
+        assert first + count <= starts[request + 1]
         assert (key_row, length) == (1000 * request, lens[request])
-        seen = length - queries[request] + first - starts[request] + 1 if causal else length  # keys of the tile's first row
-        most = seen + count - 1 if causal else length
-        assert 64 * (tiles - 1) < most <= 64 * tiles
-        assert clear == seen // 64
-        assert newest == seen - 1
+        assert newest == (length - queries[request] + first - starts[request] if causal else length - 1)
         rows += range(first, first + count)
     assert sorted(rows) == [r for b in range(4) if queries[b] >= 2 for r in range(starts[b], starts[b + 1])]
-    costs = [entry[3] for entry in found["entries"]]
-    assert max(costs[1:]) <= costs[0]
+    seen = [min(newest + count, length) if causal else length for _, count, _, newest, length, _ in found["entries"]]
+    requests = [entry[5] for entry in found["entries"]]
+    if by_request:
+        assert requests == sorted(requests)
+        assert all(late <= early for early, late, a, b in zip(seen, seen[1:], requests, requests[1:]) if a == b)
+    else:
+        assert max(seen[1:]) <= seen[0]
 
 
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])

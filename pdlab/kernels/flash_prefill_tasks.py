@@ -1,0 +1,205 @@
+"""Prefill attention of short prompts on Hopper: every warpgroup for itself, K and V of a prompt fetched once.
+
+Up to some 512 tokens a prompt is over before a pair of warpgroups that take turns is in step: at 256 tokens and head size 128
+the bytes alone (q, k, v, o once: 537 MB for 16384 tokens of 32 heads, 126 us at 4.26 TB/s of copying) take longer than the
+products (60 us), so what counts is that copies never pause. Here
+
+    an item     is a whole prompt and one head (or all heads of a group) where its K and V fit the ring, else a few blocks
+    a task      is 64 query rows of it; consumer w of C takes tasks w, w + C, ... (w moves on by one from item to item)
+    a consumer  asks for its next task's queries itself, walks its own keys from the newest to the oldest, none that the
+                causal mask hides, and gives a tile's place back after its own last use; nobody waits for anybody
+
+Two or more consumers at different places of the same prompt hide each other's latency, as the turns do in flash_prefill_hopper.
+
+FLOPs and bytes: as flash_prefill. Hopper only (compute capability 9.0), compiled there and nowhere else.
+Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefill.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from pdlab.kernels import hopper_tiles as tiles
+from pdlab.kernels.flash_prefill_hopper import load_tiles, make_barriers, mend_values, older_keys
+from pdlab.kernels.hopper_tiles import ROWS
+from pdlab.kernels.prefill_schedule import make_board, post_items, take_item, tiles_seen
+
+
+@gluon.jit
+def _ask(qd, qs, q_full, row, head, place, HEAD: gl.constexpr):
+    """The queries of a task, into one of a consumer's two places."""
+    mbarrier.expect(q_full.index(place), qd.block_type.nbytes)
+    tma.async_copy_global_to_shared(qd, [row, head * HEAD], q_full.index(place), qs.index(place))
+
+
+@gluon.jit
+def _skip(barriers, begun, count, STAGES: gl.constexpr):
+    """Gives back the places of `count` tiles, newer than any key this consumer's rows see."""
+    _q_full, _noted, k_full, k_empty, v_full, v_empty, _turns, _mending, _board = barriers
+    for i in range(begun, begun + count):
+        mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
+        mbarrier.arrive(k_empty.index(i % STAGES), count=1)
+        mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
+        mbarrier.arrive(v_empty.index(i % STAGES), count=1)
+
+
+@gluon.jit
+def _consumer(
+    output, inputs, shared, barriers, work, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    qd, kd, vd = inputs
+    qs, ks, vs = shared
+    ks = tiles.as_tiles(ks, kd, STAGES, BLOCK_N, HEAD, PAGE)
+    vs = tiles.as_tiles(vs, vd, STAGES, BLOCK_N, HEAD, PAGE)
+    q_full, noted, k_full, k_empty, v_full, v_empty, _turns, mending, board = barriers
+    _TABLE, _table_stride, share, _group = work
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
+    PER_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    lanes = gl.arange(0, ROWS, PER_ROW)
+    turn = 0
+    begun = 0  # tiles of keys of the items before this one
+    task = 0  # tasks of this consumer before this one; their queries lie in two places in turn
+    mends = 0
+    asked = False  # whether the next task's queries are on their way
+    row, rows, _base, newest_key, length, _request, unit, is_item = take_item(board, turn, 4)
+    while is_item:
+        first = (W + turn) % CONSUMERS
+        turn += 1
+        row_, rows_, _base, newest_key_, length_, _request, unit_, is_another = take_item(board, turn, 4)
+        blocks = (rows + ROWS - 1) // ROWS
+        tasks = blocks * share
+        most = tiles_seen(blocks - 1, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
+        if most * BLOCK_N > length:
+            mend_values(vs, v_full, mending, begun, mends, length - (most - 1) * BLOCK_N, W, HEAD, BLOCK_N, STAGES)
+            mends += 1
+        own = tiles_seen(blocks - 1 - first // share, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
+        _skip(barriers, begun, most - gl.where(first < tasks, own, 0), STAGES)
+        for r in range(first, tasks, CONSUMERS):
+            b = blocks - 1 - r // share
+            place = W * 2 + task % 2
+            q = qs.index(place)
+            if not asked:
+                _ask(qd, qs, q_full, row + b * ROWS, unit * share + r % share, place, HEAD)
+            seen = tiles_seen(b, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
+            later = r + CONSUMERS  # this consumer's next task of the item reads the older `kept` tiles again
+            kept = tiles_seen(blocks - 1 - later // share, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
+            kept = gl.where(later < tasks, kept, 0)
+            newest = lanes * 0 + newest_key
+            clear = length // BLOCK_N
+            if CAUSAL:
+                newest = gl.minimum(newest + b * ROWS + lanes, length - 1)
+                clear = (newest_key + b * ROWS + 1) // BLOCK_N
+            count = begun + most - seen
+            mbarrier.wait(q_full.index(place), task // 2 & 1)
+            mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
+            s = warpgroup_mma(q, ks.index(count % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            # the next task's queries, under this product
+            tma.store_wait(0)  # the output before this one has left their place,
+            mbarrier.arrive(noted.index(W), count=1)  # and all four warps know it
+            if later < tasks:
+                asked = True
+                _ask(qd, qs, q_full, row + (blocks - 1 - later // share) * ROWS, unit * share + later % share,
+                     W * 2 + (task + 1) % 2, HEAD)  # fmt: skip
+            else:
+                blocks_ = (rows_ + ROWS - 1) // ROWS
+                r_ = (W + turn) % CONSUMERS
+                asked = is_another & (r_ < blocks_ * share)
+                if asked:
+                    _ask(qd, qs, q_full, row_ + (blocks_ - 1 - r_ // share) * ROWS, unit_ * share + r_ % share,
+                         W * 2 + (task + 1) % 2, HEAD)  # fmt: skip
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=seen - 1 >= kept)
+            if seen - 1 >= clear:
+                s = tiles.mask(s, (seen - 1) * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
+            m = gl.full([ROWS], float("-inf"), gl.float32, PER_ROW)
+            exps, m, total, _ = tiles.softmax(s, m, None, scale, PER_ROW, POLYNOMIAL)
+            p = gl.convert_layout(exps.to(qs.dtype), OPERAND)
+            acc = gl.zeros([ROWS, HEAD], gl.float32, OUTPUT)
+            acc, p, total, count, _, held = older_keys(
+                q, ks, vs, barriers, acc, p, m, total, count, task, seen - 2, kept, clear, newest, scale, SCORES, W, BLOCK_N,
+                STAGES, CONSUMERS, False, POLYNOMIAL,
+            )  # fmt: skip
+            mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
+            o = warpgroup_mma(p, vs.index(count % STAGES), acc, use_acc=held, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(v_empty.index(count % STAGES), count=1, pred=kept == 0)
+            tiles.write_out(acc, total, q, output, row + b * ROWS, unit * share + r % share, rows - b * ROWS, HEAD)
+            task += 1
+        begun += most
+        row, rows, newest_key, length, unit, is_item = row_, rows_, newest_key_, length_, unit_, is_another
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "units", "share", "group", "units_at_once"])
+def flash_prefill_tasks_kernel(
+    qd, kd, vd, od, OUT, SCHEDULE, TABLE, table_stride, scale, units, share, group, units_at_once,
+    OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    gl.static_assert(not TURNS, "these consumers take no turns")
+    qs = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, ROWS, HEAD], qd.layout)
+    ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
+    vs = tiles.room_for_tiles(vd, STAGES, BLOCK_N, HEAD, PAGE)
+    mending = (make_barriers(1, 1).index(0), make_barriers(1, CONSUMERS - 1).index(0))
+    board = make_board(CONSUMERS + 1)
+    q_full = make_barriers(2 * CONSUMERS, 1)
+    barriers = (
+        q_full, make_barriers(CONSUMERS, 1), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
+        make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), q_full, mending, board,
+    )  # fmt: skip
+    fence_async_shared()
+    inputs = (qd, kd, vd)
+    shared = (qs, ks, vs)
+    work = (TABLE, table_stride, share, group)
+    output = (OUT, od, OUT_STRIDE)
+    # constants stay constants only where they are written in the call itself
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE),
+                ),
+                (
+                    _consumer,
+                    (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE),
+                ),
+                (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
+                (post_items, (board, SCHEDULE, units, units_at_once)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE),
+                ),
+                (
+                    _consumer,
+                    (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE),
+                ),
+                (
+                    _consumer,
+                    (output, inputs, shared, barriers, work, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE),
+                ),
+                (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
+                (post_items, (board, SCHEDULE, units, units_at_once)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 24, 24],
+        )

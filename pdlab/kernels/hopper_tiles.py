@@ -1,0 +1,168 @@
+"""Device code that the warp-specialized prefill kernels share: copies of K and V tiles, masks, softmax, the way out.
+
+Layouts: a consumer is one warpgroup with 64 query rows; scores, p and the output lie in the registers of the matrix
+instruction's result, p becomes the next product's left operand without leaving them.
+
+The exponential. A tile of 64 x n scores takes 64 n of them, 16 a clock and multiprocessor; the two products take n * head / 16
+clocks of the tensor cores. At head size 64 both are equal, so some of the exponentials may go to the other arithmetic units:
+2^x = 2^round(x) * p(x - round(x)) with a cubic p, relative error 7.5e-5, far below a bfloat16 p's 2^-9.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+ROWS = gl.constexpr(64)  # query rows of a consumer
+
+
+@gluon.jit
+def bring_tile(
+    descriptor, full, places, stage, key, length, table, kv_head, base, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    """Asks for BLOCK_N rows of K or V from position `key` on; `full` tells when they are there.
+
+    PAGE 0: extents, one box of rows. Else page by page (or the part of a page), 64 columns at a time: that is how the swizzled
+    tile lies in shared memory, so pages land where one box would have put them. Past the end the last page is read again.
+    """
+    mbarrier.expect(full.index(stage), BLOCK_N * HEAD * 2)
+    if PAGE == 0:
+        tma.async_copy_global_to_shared(descriptor, [base + key, kv_head * HEAD], full.index(stage), places.index(stage))
+    else:
+        BOX: gl.constexpr = min(PAGE, BLOCK_N)
+        BOXES: gl.constexpr = BLOCK_N // BOX
+        PANELS: gl.constexpr = HEAD // 64
+        for i in gl.static_range(BOXES):
+            at = key + i * BOX
+            page = gl.load(table + gl.minimum(at, length - 1) // PAGE)
+            row = (page * KV_HEADS + kv_head) * PAGE + at % PAGE
+            for panel in gl.static_range(PANELS):
+                place = places.index((stage * PANELS + panel) * BOXES + i)
+                tma.async_copy_global_to_shared(descriptor, [row, panel * 64], full.index(stage), place)
+
+
+@gluon.jit
+def room_for_tiles(descriptor, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr):
+    """Shared memory of a ring of K or V tiles, cut into the boxes that the copies fill."""
+    if PAGE == 0:
+        return gl.allocate_shared_memory(descriptor.dtype, [STAGES, BLOCK_N, HEAD], descriptor.layout)
+    else:
+        BOX: gl.constexpr = min(PAGE, BLOCK_N)
+        boxes: gl.constexpr = STAGES * (HEAD // 64) * (BLOCK_N // BOX)
+        return gl.allocate_shared_memory(descriptor.dtype, [boxes, BOX, 64], descriptor.layout)
+
+
+@gluon.jit
+def as_tiles(places, descriptor, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr):
+    """The same memory as the products see it: [STAGES, BLOCK_N, HEAD]."""
+    if PAGE == 0:
+        return places
+    else:
+        return places._reinterpret(descriptor.dtype, [STAGES, BLOCK_N, HEAD], descriptor.layout)
+
+
+@gluon.jit
+def mask(s, at, newest, COLUMNS: gl.constexpr):
+    """Scores of keys from `at` on, those after a row's newest key set to -inf."""
+    keys = at + gl.arange(0, s.shape[1], COLUMNS)
+    return gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(newest, 1), s, float("-inf"))
+
+
+@gluon.jit
+def exp2(x, POLYNOMIAL: gl.constexpr):
+    """2^x for x <= 0; one of every POLYNOMIAL elements on the arithmetic units (0: none). There -inf gives 2^-126."""
+    if POLYNOMIAL == 0:
+        return gl.exp2(x)
+    else:
+        gl.static_assert(POLYNOMIAL == 8, "one of eight")
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .f32 x, t, f, p; .reg .b32 i, j;
+            ex2.approx.ftz.f32 $0, $8;  ex2.approx.ftz.f32 $1, $9;  ex2.approx.ftz.f32 $2, $10; ex2.approx.ftz.f32 $3, $11;
+            ex2.approx.ftz.f32 $4, $12; ex2.approx.ftz.f32 $5, $13; ex2.approx.ftz.f32 $6, $14;
+            max.ftz.f32 x, $15, 0fC2FC0000;
+            add.rn.ftz.f32 t, x, 0f4B400000;
+            add.rn.ftz.f32 f, t, 0fCB400000;
+            sub.rn.ftz.f32 f, x, f;
+            fma.rn.ftz.f32 p, f, 0f3D61FBB0, 0f3E786F0F;
+            fma.rn.ftz.f32 p, p, f, 0f3F31798D;
+            fma.rn.ftz.f32 p, p, f, 0f3F7FFB49;
+            mov.b32 i, t; shl.b32 i, i, 23; mov.b32 j, p; add.s32 i, i, j; mov.b32 $7, i;
+            }""",
+            "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=8,
+        )
+
+
+@gluon.jit
+def _by_thread(x):
+    """[rows, n] -> [rows, n / 32, 4, 4, 2]: the columns that a thread of the matrix layout holds are all but the last 4."""
+    return x.reshape([x.shape[0], x.shape[1] // 32, 4, 4, 2])
+
+
+@gluon.jit
+def _row_max(s, PER_ROW: gl.constexpr):
+    """In a tree: one warp a scheduler has nothing else to do while it waits for the last of a chain of 64."""
+    return gl.convert_layout(gl.max(gl.max(gl.max(gl.max(_by_thread(s), 4), 2), 1), 1), PER_ROW)
+
+
+@gluon.jit
+def _thread_sums(p):
+    """[rows, 4]: what each of the four threads of a row holds; they meet only after the last tile."""
+    return gl.sum(gl.sum(gl.sum(_by_thread(p), 4), 2), 1)
+
+
+@gluon.jit
+def softmax(s, m, total, scale, PER_ROW: gl.constexpr, POLYNOMIAL: gl.constexpr):
+    """p, the new maximum, the denominators by thread, and what earlier sums shrink by. `total` None: there were none."""
+    m_new = gl.maximum(m, _row_max(s, PER_ROW) * scale)
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key so far: -inf - -inf is NaN
+    p = exp2(s * scale - gl.expand_dims(safe, 1), POLYNOMIAL)
+    rescale = gl.exp2(m - safe)
+    part = _thread_sums(p)
+    if total is None:
+        total = part
+    else:
+        total = total * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, part.type.layout)), 1) + part
+    return p, m_new, total, rescale
+
+
+@gluon.jit
+def zero_rows_from(tile, first, HEAD: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Rows of a V tile past the request's end hold anything, also NaN, and 0 * NaN would reach the output."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 32, gl.SliceLayout(1, layout))
+    for i in gl.static_range(BLOCK_N // 32):  # in pieces: scores and output fill the registers
+        if first < i * 32 + 32:
+            piece = tile.slice(i * 32, 32)
+            values = piece.load(layout)
+            piece.store(gl.where(gl.expand_dims(i * 32 + rows < first, 1), values, 0.0).to(values.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def write_out(acc, total, place, output, row, head, left, HEAD: gl.constexpr):
+    """Output rows [row, row + min(64, left)) of a head, through the place in shared memory where their queries lay.
+
+    The copy engine takes a whole block of rows; a block with fewer goes row by row, since what follows is another request's.
+    The copy reads `place` after this returns: tma.store_wait before it is filled again.
+    """
+    OUT, descriptor, token_stride = output
+    whole = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, acc.type.layout))
+    share = 1.0 / gl.where(whole == 0.0, 1.0, whole)
+    place.store((acc * gl.expand_dims(share, 1)).to(place.dtype))
+    fence_async_shared()
+    if left >= ROWS:
+        tma.async_copy_shared_to_global(descriptor, [row, head * HEAD], place)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+        line = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        at = (row + line).to(gl.int64) * token_stride + head * HEAD
+        lanes_d = gl.arange(0, HEAD, gl.SliceLayout(0, layout))
+        out = place.load(layout)
+        gl.store(OUT + gl.expand_dims(at, 1) + gl.expand_dims(lanes_d, 0), out, mask=gl.expand_dims(line < left, 1))
