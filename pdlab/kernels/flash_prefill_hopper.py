@@ -18,6 +18,7 @@ Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefil
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -323,6 +324,19 @@ def _descriptors(q: torch.Tensor, view: KVView, out: torch.Tensor, block_n: int)
     return [TensorDescriptor.from_tensor(tensor, block, layout) for tensor, block in shapes]
 
 
+def _item_of(tile: HopperTile, view: KVView, group: int, head_dim: int) -> tuple[HopperTile, int, int]:
+    """The tile to use, and the blocks of 64 query rows and the heads of an item.
+
+    Items of more blocks than consumers need their K and V to stay in the ring; where the longest cache is longer (a chunk after
+    a prefix), pairs of consumers walk it in turns.
+    """
+    if tile.blocks and triton.cdiv(view.max_kv, tile.block_n) <= tile.stages:
+        return tile, tile.blocks, math.gcd(tile.share, group)
+    if tile.blocks > tile.consumers:
+        tile = replace(tile, consumers=2, block_n=128, stages=256 // head_dim, turns=True, blocks=0)
+    return tile, tile.consumers, 1
+
+
 def flash_prefill_hopper(
     q: torch.Tensor,
     view: KVView,
@@ -338,21 +352,19 @@ def flash_prefill_hopper(
 
     A request with queries must have a cache, its own tokens at least.
 
-    With `tile.blocks` the kernel of flash_prefill_tasks runs, on items of that many blocks and `tile.share` heads where the
-    longest cache fits the ring, else of one block for each consumer.
+    With `tile.blocks` the kernel of flash_prefill_tasks runs, see _item_of.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = view.k.shape[1]
     group, batch = heads // kv_heads, view.seq_lens.shape[0]
     if out is None:
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    blocks, share, kernel = tile.consumers, 1, flash_prefill_hopper_kernel
+    tile, blocks, share = _item_of(tile, view, group, head_dim)
+    kernel = flash_prefill_hopper_kernel
     if tile.blocks:
         from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel
 
         kernel = flash_prefill_tasks_kernel
-        if triton.cdiv(view.max_kv, tile.block_n) <= tile.stages:
-            blocks, share = tile.blocks, math.gcd(tile.share, group)
     by_request = bool(tile.blocks) or view.max_q <= tile.by_request
     schedule, most = make_schedule(view, tokens, 64 * blocks, causal=causal, min_q=min_q, by_request=by_request)
     units = heads // share
