@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 NAME = "attention_prefill"
 HELP = "causal prefill attention by length: throughput against cuDNN, FA2, FA3 and plain attention"
 
-LENGTHS = {"full": (64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384), "smoke": (32, 64, 128, 256)}
+LENGTHS = {"full": (256, 512, 1024, 2048, 4096, 8192, 16384), "smoke": (32, 64, 128, 256)}
+SHORT = {"full": (64, 128, 384), "smoke": ()}  # tokens a prompt, for the first shape only
 TOKENS = {"full": 16384, "smoke": 256}
 SHAPES = {"full": ((32, 32, 128), (32, 8, 128), (32, 32, 64), (32, 8, 64)), "smoke": ((6, 2, 64),)}
 ALONE = {"full": (64, 128, 256, 384, 512, 1024, 2048), "smoke": (64,)}  # tokens of a prompt that runs by itself
@@ -24,9 +25,11 @@ _PLAIN_UP_TO = 2048  # beyond, the n x n matrices take more of the budget than t
 
 
 def cases(profile: str) -> list[dict[str, Any]]:
-    """Parameters of each case, the shapes that the targets name first, and single prompts of the first shape last."""
-    made = [(shape, n, max(1, TOKENS[profile] // n)) for shape in SHAPES[profile] for n in LENGTHS[profile]]
-    made += [(SHAPES[profile][0], n, 1) for n in ALONE[profile]]
+    """Parameters of each case: the first shape, also with short and single prompts, then the others."""
+    first, *others = SHAPES[profile]
+    made = [(first, n, max(1, TOKENS[profile] // n)) for n in (*LENGTHS[profile], *SHORT[profile])]
+    made += [(first, n, 1) for n in ALONE[profile]]
+    made += [(shape, n, max(1, TOKENS[profile] // n)) for shape in others for n in LENGTHS[profile]]
     return [
         {"heads": h, "kv_heads": k, "head_dim": d, "seq_len": n, "batch": batch, "causal": True}
         for (h, k, d), n, batch in dict.fromkeys(made)
@@ -67,7 +70,9 @@ def measure_case(ctx: Context, params: dict[str, Any], top: Any) -> None:
         dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
     )  # fmt: skip
     if ctx.machine.is_gpu:
-        names = ("cudnn", "fa2", "torch_math", "article") if n <= _PLAIN_UP_TO else ("cudnn", "fa2")
+        names: tuple[str, ...] = ("cudnn", "fa2")
+        if n <= _PLAIN_UP_TO:
+            names += ("article", "torch_math") if params["kv_heads"] == params["heads"] else ("article",)
         calls = {"ours": common.backend("auto", q, view, batch)} | rivals.prefill(names)[0]
     else:
         calls = {"article": rivals.plain} | {name: common.backend(name, q, view, batch) for name in ("plain", "sdpa")}

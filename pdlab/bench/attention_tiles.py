@@ -8,7 +8,7 @@ never chosen. Most of the time goes into compiling (a few seconds a tile); what 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,9 +18,28 @@ if TYPE_CHECKING:
 NAME = "attention_tiles"
 HELP = "sweep of the attention kernels' tile sizes; writes the device's tuning table"
 
-QUERIES = (256, 4096)  # tokens a prompt: one length for the bandwidth-bound tiles, one for the compute-bound
+QUERIES = (256, 4096)  # tokens a prompt, for the plain kernel: one length bound by bandwidth, one by compute
+HOPPER_QUERIES = (256, 512, 1024, 4096, 16384)  # the same, for the warp-specialized kernels
 DECODES = ((1, 4096), (1, 65536), (8, 4096), (32, 4096))  # requests, tokens a request; the last stands for all larger ones
-HEADS, KV_HEADS, TOKENS = 32, 8, 16384  # query and KV heads; tokens of all prompts together
+GROUPS = (4, 1)  # query heads of a KV head; what holds for 1 is taken for groups that were not measured
+HEADS, TOKENS = 32, 16384  # query heads; tokens of all prompts together
+
+
+@dataclass(frozen=True)
+class Work:
+    """What tiles are compared on: so many requests of so many tokens, `group` query heads a KV head."""
+
+    phase: str  # decode | prefill
+    batch: int
+    length: int
+    group: int
+
+
+def works(capability: tuple[int, int]) -> list[Work]:
+    """Every kind of work that has an entry of its own in the table."""
+    made = [Work("decode", batch, length, GROUPS[0]) for batch, length in DECODES]
+    lengths = HOPPER_QUERIES if capability == (9, 0) else QUERIES
+    return made + [Work("prefill", TOKENS // n, n, group) for group in GROUPS for n in lengths]
 
 
 def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[DecodeTile]:
@@ -28,61 +47,70 @@ def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[Decode
     from pdlab.kernels.tuning import DecodeTile
 
     for block_n in (32, 64, 128):
-        for warps, blocks in ((1, 4), (2, 3), (2, 4), (4, 1), (4, 2), (8, 1)):
+        for warps, blocks in ((2, 4), (4, 2), (8, 1)):
             stages = min(5, (shared_bytes // blocks - (10 << 10)) // (2 * block_n * head_dim * 2) + 1)
             if stages >= 2 and block_n <= 32 * warps:
                 yield DecodeTile(block_n, warps, stages, blocks, pdl)
 
 
 def ring_tiles(shared_bytes: int, head_dim: int, pdl: bool, small: bool = True) -> Iterator[DecodeRing]:
-    """One to three resident blocks, each with as many tiles in its ring as fit, or one less; none for other head sizes.
+    """One to three resident blocks, each with as many tiles in its ring as fit; none for head sizes that the kernel has not.
 
     How little a program may get (`least`) matters for small work alone."""
     from pdlab.kernels.tuning import DecodeRing
 
     for blocks in (1, 2, 3) if head_dim in (64, 128) else ():
-        fit = min(6, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (256 * head_dim))
-        for stages in (fit, fit - 1):
-            for least in (2, 4, 8) if small else (4,):
-                if stages >= 2:
-                    yield DecodeRing(4, stages, blocks, least, pdl)
+        stages = min(6, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (256 * head_dim))
+        for least in (2, 4, 8) if small else (4,):
+            if stages >= 2:
+                yield DecodeRing(4, stages, blocks, least, pdl)
 
 
-def prefill_tiles(shared_bytes: int, head_dim: int) -> Iterator[PrefillTile]:
+def prefill_tiles(shared_bytes: int, head_dim: int, depths: tuple[int, ...] = (2, 3)) -> Iterator[PrefillTile]:
+    """Squares from 32 x 16 to 128 x 128, each with these many tiles of keys on the chip."""
     from pdlab.kernels.tuning import PrefillTile
 
     for block_m, warps in ((32, 4), (64, 4), (128, 8)):
         for block_n in (16, 32, 64, 128):
-            for stages in (2, 3):
+            for stages in depths:
                 tile = PrefillTile(block_m, block_n, warps, stages)
                 if tile.shared_bytes(head_dim) <= shared_bytes - (2 << 10):
                     yield tile
 
 
-def hopper_tiles(head_dim: int) -> Iterator[HopperTile]:
+def hopper_tiles(head_dim: int, length: int, group: int) -> Iterator[HopperTile]:
+    """The kernel that multiplies tile by tile, and up to 1024 tokens also the one whose items keep K and V in the ring."""
     from pdlab.kernels.tuning import HopperTile
 
-    for consumers, block_n, stages in ((2, 128, 2), (2, 64, 4)) if head_dim == 128 else ((3, 128, 4), (3, 64, 6), (2, 128, 4)):
-        for turns in (True, False):
-            yield HopperTile(consumers, block_n, stages, turns)
+    yield HopperTile(2, 128, 2 if head_dim == 128 else 4)
+    if length > QUERIES[0]:
+        yield HopperTile(2, 128, 2 if head_dim == 128 else 4, turns=False)
+    if length > HOPPER_QUERIES[2]:
+        return
+    stages = {2: 5, 3: 4} if head_dim == 128 else {2: 8, 3: 9}  # tiles of 64 keys that fit beside the queries
+    for consumers, blocks in ((2, 4), (3, 3), (3, 4), (3, 8)):
+        yield HopperTile(consumers, 64, stages[consumers], turns=False, blocks=blocks)
+        if group > 1 and blocks == 4:
+            yield HopperTile(consumers, 64, stages[consumers], turns=False, blocks=blocks, share=group)
 
 
-def sweep(phase: str, tuning: Any, head_dim: int, batch: int, length: int) -> Iterator[tuple[str, Any]]:
-    """(kind of table entry, tile) of everything worth timing in a phase."""
-    if phase == "decode":
-        pdl = tuning.capability >= (9, 0)
-        yield from (
-            ("decode_ring", tile) for tile in ring_tiles(tuning.shared_bytes, head_dim, pdl, small=batch * length <= 8192)
-        )
-        if (batch, length) == DECODES[-1]:
+def sweep(work: Work, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
+    """(kind of table entry, tile) of everything worth timing for some work."""
+    if work.phase == "decode":
+        pdl, small = tuning.capability >= (9, 0), work.batch * work.length <= 8192
+        yield from (("decode_ring", tile) for tile in ring_tiles(tuning.shared_bytes, head_dim, pdl, small))
+        if (work.batch, work.length) == DECODES[-1]:
             yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, pdl))
         return
-    yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim))
-    if tuning.capability == (9, 0):
-        yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim))
+    hopper = tuning.capability == (9, 0)
+    if work.length in QUERIES and work.group == GROUPS[0]:
+        depths = (2,) if hopper else (2, 3)  # there the plain kernel is only what the others are compared with
+        yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim, depths))
+    if hopper:
+        yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim, work.length, work.group))
 
 
-Best = dict[tuple[str, int, int], tuple[float, dict[str, Any]]]  # (kind, requests, tokens) -> milliseconds, sizes
+Best = dict[tuple[str, Work], tuple[float, dict[str, Any]]]  # (kind, work) -> milliseconds, sizes
 
 
 def run(ctx: Context) -> None:
@@ -96,21 +124,28 @@ def run(ctx: Context) -> None:
     tuning = Tuning.of_device()
     for dim in (128, 64):
         best: Best = {}
-        for phase, batch, n in (*(("decode", *cell) for cell in DECODES), *(("prefill", TOKENS // n, n) for n in QUERIES)):
-            new = n if phase == "prefill" else 1
-            q, view = common.make_view(
-                [n] * batch, [new] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=dim, page=16 if phase == "decode" else 0,
-                dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
-            )  # fmt: skip
-            truth = common.last_request(q, view)
-            for kind, tile in sweep(phase, tuning, dim, batch, n):
-                ms = _one(ctx, kind, tile, tuning, q, view, truth)
-                if ms is not None and ms < best.get((kind, batch, n), (float("inf"), {}))[0]:
-                    best[kind, batch, n] = (ms, asdict(tile))
-                    ctx.say(f"  {kind} {dim} {batch} x {n}: {asdict(tile)} {ms * 1e3:.1f} us")
+        for work in works(tuning.capability):
+            _work(ctx, work, tuning, dim, best)
         if best:
             common.write_table(ctx, "attention_tiles", entries(best, dim), {"head_dim": dim})
     common.insist(ctx)
+
+
+def _work(ctx: Context, work: Work, tuning: Any, head_dim: int, best: Best) -> None:
+    """Times every tile of some work and notes the fastest of each kind."""
+    from pdlab.bench import _attention as common
+
+    n, batch, decodes = work.length, work.batch, work.phase == "decode"
+    q, view = common.make_view(
+        [n] * batch, [1 if decodes else n] * batch, heads=HEADS, kv_heads=HEADS // work.group, head_dim=head_dim,
+        page=16 if decodes else 0, dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
+    )  # fmt: skip
+    truth = common.last_request(q, view)
+    for kind, tile in sweep(work, tuning, head_dim):
+        ms = _one(ctx, kind, tile, tuning, q, view, truth)
+        if ms is not None and ms < best.get((kind, work), (float("inf"), {}))[0]:
+            best[kind, work] = (ms, asdict(tile))
+            ctx.say(f"  {kind} {head_dim} {batch} x {n}, group {work.group}: {asdict(tile)} {ms * 1e3:.1f} us")
 
 
 def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any, truth: Any) -> float | None:
@@ -118,6 +153,7 @@ def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any, tru
     from pdlab.bench import _attention as common
 
     params = {"kernel": kind, "head_dim": q.shape[2], "length": view.max_kv, "batch": len(view.host_lens), "dtype": ctx.dtype}
+    params |= {"heads": q.shape[1], "kv_heads": view.k.shape[1]}
     params |= {f"tile_{name}": value for name, value in asdict(tile).items()}
     if ctx.left() <= 0:
         ctx.record.skip("latency", "us", "the time budget ran out", params=params)
@@ -136,22 +172,29 @@ def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any, tru
 
 def entries(best: Best, head_dim: int) -> list[dict[str, Any]]:
     """Table entries of the fastest tiles, smallest work first; of two kernels for the same work only the faster one's."""
+    none: tuple[float, dict[str, Any]] = (float("inf"), {})
     made = []
-    decode = ("decode", *DECODES[-1])
-    for (kind, batch, length), (ms, sizes) in sorted((x for x in best.items() if x[0][0] == "decode_ring"), key=lambda x: x[0]):
-        last = (batch, length) == DECODES[-1]
-        if not last or ms <= best.get(decode, (float("inf"), {}))[0]:
-            bounds = {} if last else {"max_batch": batch, "max_kv": length}
-            made.append({"kind": kind, "head_dim": head_dim, **bounds, **sizes})
-    if decode in best:
-        made.append({"kind": "decode", "head_dim": head_dim, "max_rows": 16, **best[decode][1]})
-    for (kind, batch, length), (ms, sizes) in sorted(best.items(), key=lambda x: (x[0][0], x[0][2])):
-        if not kind.startswith("prefill"):
-            continue
-        bounds = {"max_queries": length} if length == min(QUERIES) else {}
-        if kind == "prefill_hopper" and not bounds:
-            bounds = {"min_queries": min(QUERIES) + 1}  # a shorter prompt must not fall through to here
-        if kind == "prefill" or ms < best.get(("prefill", batch, length), (float("inf"), {}))[0]:
+    last = Work("decode", *DECODES[-1], GROUPS[0])
+    for batch, length in DECODES:
+        work = Work("decode", batch, length, GROUPS[0])
+        ms, sizes = best.get(("decode_ring", work), none)
+        if sizes and (work != last or ms <= best.get(("decode", last), none)[0]):
+            bounds = {} if work == last else {"max_batch": batch, "max_kv": length}
+            made.append({"kind": "decode_ring", "head_dim": head_dim, **bounds, **sizes})
+    if ("decode", last) in best:
+        made.append({"kind": "decode", "head_dim": head_dim, "max_rows": 16, **best["decode", last][1]})
+    for kind, group in (("prefill", GROUPS[0]), *(("prefill_hopper", group) for group in GROUPS)):
+        known = {work.length: found for (k, work), found in best.items() if k == kind and work.group == group}
+        shortest = 0
+        for length in sorted(known):
+            ms, sizes = known[length]
+            bounds = {"max_queries": length} if length != max(known) else {}
+            if kind == "prefill_hopper":
+                bounds |= {"min_queries": shortest + 1} | ({"group": group} if group > 1 else {})
+            shortest = length
+            plain = best.get(("prefill", Work("prefill", TOKENS // length, length, group)), none)[0]
+            if kind == "prefill_hopper" and plain <= ms:
+                sizes = {"consumers": 0, "block_n": 0, "stages": 0}  # says that there is none, which other entries may not
             made.append({"kind": kind, "head_dim": head_dim, **bounds, **sizes})
     return made
 

@@ -65,9 +65,7 @@ class TritonAttention:
         facts = {"group": self.heads // self.kv_heads, "kv_heads": self.kv_heads, "batch": len(view.seq_lens)}
         page = view.page_size if view.kind == "paged" else 0
         key = (view.max_q, page, len(view.seq_lens))
-        hopper = None
-        if self.tuning.capability == (9, 0):
-            hopper = self._tile(("hopper", *key), lambda: self.tuning.hopper(self.head_dim, view.max_q, page=page, **facts))
+        hopper = self._tile(("hopper", *key), lambda: self.tuning.hopper(self.head_dim, view.max_q, page=page, **facts))
         if hopper is not None:
             from pdlab.kernels.flash_prefill_hopper import fits, flash_prefill_hopper
 

@@ -159,8 +159,14 @@ class Tuning:
         )
 
     def hopper(self, head_dim: int, queries: int, **facts: int) -> HopperTile | None:
-        """The warp-specialized kernel's tile where the table says that it is the faster one, else None."""
-        return self._measured(HopperTile, "prefill_hopper", head_dim=head_dim, queries=queries, **facts)
+        """The warp-specialized kernels' tile; None where there is no such kernel, or where the table says that the plain one is
+        faster (an entry with no consumers). `facts`: as `prefill`, and `page`."""
+        if self.capability != (9, 0) or head_dim not in (64, 128):
+            return None
+        tile = self._measured(HopperTile, "prefill_hopper", head_dim=head_dim, queries=queries, **facts)
+        if tile is None:
+            return hopper_rule(head_dim)
+        return tile if tile.consumers else None
 
     def _measured(self, kind: type[Tile], name: str, **facts: Any) -> Tile | None:
         entry = first_match(table(self.device).get("attention_tiles", []), kind=name, **facts)
@@ -198,6 +204,11 @@ def ring_rule(capability: tuple[int, int], shared_bytes: int, head_dim: int) -> 
         if stages >= 2:
             break
     return DecodeRing(4, stages, blocks, pdl=capability >= (9, 0))
+
+
+def hopper_rule(head_dim: int) -> HopperTile:
+    """Two consumers of 64 rows, tiles of 128 keys, as many as the shared memory of capability 9.0 holds beside the queries."""
+    return HopperTile(2, 128, 2 if head_dim == 128 else 4)
 
 
 def prefill_rule(capability: tuple[int, int], head_dim: int, queries: int) -> PrefillTile:

@@ -35,6 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "_SMOKE", [(2, 40, 16), (2, 33, 0)])
     monkeypatch.setattr(attention_prefill, "LENGTHS", {"smoke": (17, 40)})
     monkeypatch.setattr(attention_prefill, "TOKENS", {"smoke": 40})
+    monkeypatch.setattr(attention_prefill, "SHORT", {"smoke": ()})
     monkeypatch.setattr(attention_prefill, "ALONE", {"smoke": (40,)})
     monkeypatch.setattr(attention_dispatch, "_CELLS", {"smoke": [("prefill", 24, 2), ("decode", 40, 3)]})
     monkeypatch.setattr(attention_stability, "TILES", (32,))
@@ -256,24 +257,40 @@ def test_tiles_that_are_swept_fit_and_are_different() -> None:
                 assert ring.blocks_per_sm * ring.stages * 16 * ring.warps * dim * 2 * 2 < shared
 
 
-def test_the_fastest_tiles_become_entries_by_length_and_batch() -> None:
+def _prefill(length: int, group: int) -> attention_tiles.Work:
+    return attention_tiles.Work("prefill", attention_tiles.TOKENS // length, length, group)
+
+
+def test_the_fastest_prefill_tiles_become_entries_by_length_and_group() -> None:
     plain, hopper = ({"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}, {"consumers": 2, "block_n": 128, "stages": 2})
-    best: Any = {("prefill", 64, 256): (1.0, plain), ("prefill", 4, 4096): (2.0, plain | {"block_m": 128})}
-    best |= {("prefill_hopper", 64, 256): (1.1, hopper), ("prefill_hopper", 4, 4096): (1.9, hopper)}
+    best: attention_tiles.Best = {("prefill", _prefill(256, 4)): (1.0, plain)}
+    best["prefill", _prefill(4096, 4)] = (2.0, plain | {"block_m": 128})
+    for group in (4, 1):
+        for stages, (n, ms) in enumerate(((256, 1.1), (512, 1.0), (4096, 1.9), (16384, 3.0)), start=10 * group):
+            best["prefill_hopper", _prefill(n, group)] = (ms, hopper | {"stages": stages})
     table = attention_tiles.entries(best, 128)
-    for queries, block_m, wins in ((100, 64, False), (256, 64, False), (257, 128, True), (20000, 128, True)):
+
+    def stages_of(queries: int, group: int) -> int | None:
+        found = first_match(table, kind="prefill_hopper", head_dim=128, queries=queries, group=group)
+        return found and found["stages"]
+
+    for queries, block_m in ((100, 64), (256, 64), (257, 128), (20000, 128)):
         found = first_match(table, kind="prefill", head_dim=128, queries=queries, page=16)
         assert found is not None
         assert found["block_m"] == block_m
-        assert (first_match(table, kind="prefill_hopper", head_dim=128, queries=queries) is not None) == wins
+    assert [stages_of(n, 1) for n in (1, 256, 257, 512, 600, 5000, 99999)] == [10, 10, 11, 11, 12, 13, 13]
+    assert [stages_of(n, 2) for n in (256, 512)] == [10, 11]  # groups that were not measured take those of 1
+    assert [stages_of(n, 4) for n in (512, 600, 5000)] == [41, 42, 43]
+    assert stages_of(256, 4) == 0  # the plain tile beat the group's own: none
 
 
 def test_decode_takes_the_ring_where_it_is_the_faster_one() -> None:
     def ring(stages: int) -> dict[str, Any]:
         return {"warps": 4, "stages": stages, "blocks_per_sm": 2, "least": 2}
 
-    best: Any = {("decode_ring", b, n): (1.0, ring(i)) for i, (b, n) in enumerate(attention_tiles.DECODES, 2)}
-    best["decode", *attention_tiles.DECODES[-1]] = (1.1, {"block_n": 64, "warps": 4, "stages": 3, "blocks_per_sm": 2})
+    works = [attention_tiles.Work("decode", b, n, 4) for b, n in attention_tiles.DECODES]
+    best: attention_tiles.Best = {("decode_ring", work): (1.0, ring(i)) for i, work in enumerate(works, 2)}
+    best["decode", works[-1]] = (1.1, {"block_n": 64, "warps": 4, "stages": 3, "blocks_per_sm": 2})
 
     def chosen(batch: int, kv: int) -> tuple[str, int]:
         found = first_match(attention_tiles.entries(best, 128), head_dim=128, rows=4, batch=batch, kv=kv, page=16)
@@ -284,8 +301,21 @@ def test_decode_takes_the_ring_where_it_is_the_faster_one() -> None:
     assert chosen(1, 9000) == ("decode_ring", 3)
     assert chosen(7, 4096) == ("decode_ring", 4)
     assert chosen(7, 9000) == chosen(128, 99) == ("decode_ring", 5)
-    best["decode_ring", *attention_tiles.DECODES[-1]] = (1.2, ring(5))
+    best["decode_ring", works[-1]] = (1.2, ring(5))
     assert chosen(128, 99) == ("decode", 3)
+
+
+def test_every_work_has_tiles_to_compare_and_shapes_are_not_swept_twice() -> None:
+    from pdlab.kernels.tuning import Tuning
+
+    for capability in ((8, 0), (8, 9), (9, 0)):
+        works = attention_tiles.works(capability)
+        assert len(set(works)) == len(works)
+        for dim in (64, 128):
+            swept = [list(attention_tiles.sweep(work, Tuning("x", capability, 100, 1), dim)) for work in works]
+            assert all(len(set(made)) == len(made) for made in swept)
+            assert sum(map(len, swept)) < 140
+            assert capability != (9, 0) or all(swept)
 
 
 def test_the_suites_on_a_machine_without_a_gpu_say_why_tiles_are_not_swept(tmp_path: Path) -> None:

@@ -128,6 +128,26 @@ def test_the_users_table_overrides_the_rule_and_a_broken_one_says_where(
         tuning.table.cache_clear()
 
 
+def test_hoppers_prefill_kernel_is_taken_by_rule_unless_a_table_says_that_there_is_a_faster_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path))
+    (tmp_path / "tuning").mkdir()
+    none = {"consumers": 0, "block_n": 0, "stages": 0}
+    entry = {"kind": "prefill_hopper", "head_dim": 128, "max_queries": 256, "group": 4}
+    (tmp_path / "tuning" / "some-gpu.json").write_text(json.dumps({"attention_tiles": [entry | none]}))
+    tuning.table.cache_clear()
+    try:
+        device = tuning.Tuning("some-gpu", (9, 0), 132, 50 << 20)
+        assert device.hopper(128, 256, group=4) is None
+        assert device.hopper(128, 257, group=4) == device.hopper(128, 256, group=1) == tuning.hopper_rule(128)
+        assert device.hopper(80, 256, group=4) is None
+        for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+            assert tuning.Tuning("some-gpu", capability, 132, 50 << 20).hopper(128, 4096) is None
+    finally:
+        tuning.table.cache_clear()
+
+
 def test_the_users_entries_come_before_the_shipped_ones_and_hide_none_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
