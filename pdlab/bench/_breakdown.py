@@ -107,7 +107,7 @@ def profile(loaded: Loaded, switches: stages.Switches, tokens: int, trace: Path 
 
     on_gpu = loaded.model.device.type == "cuda"
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
-    with step_of(loaded, switches - {"graph", "dependent", "prefetch", "two_steps"}, tokens, ranged=True) as (executor, plan):
+    with step_of(loaded, switches - {"graph", "dependent", "two_steps"}, tokens, ranged=True) as (executor, plan):
         plans = [plan(i) for i in range(2 + STEPS)]
         run_steps(executor, plans[:2], 1)
         with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:

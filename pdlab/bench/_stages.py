@@ -5,10 +5,10 @@
     attention    the split-KV attention kernel instead of a gather and plain attention
     fused        one kernel an operation instead of several
     dependent    programmatic dependent launch: a kernel's first weights are loaded under the tail of the one before it
-    prefetch     each kernel asks for the first weights of the next one, into L2
     ring         products of one row by a ring of weight tiles in shared memory that the copy engine fills (Hopper)
     two_steps    two steps in flight: the host plans in the shadow of the device
     ours         all of them
+    prefetch     besides: each kernel asks for the first weights of the next one, into L2; off unless asked for
 
 A variant is a set of switches. It is called by what it has (`with_graph_attention`) or by the only one it lacks
 (`without_graph`);`unfused_graph` is the plain operations in a CUDA graph, the fairest of the simple baselines.
@@ -40,11 +40,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "attention": {"attention": "auto"},
     "fused": {"ops": "auto"},
     "dependent": {"dependent_launch": True},
-    "prefetch": {"weight_prefetch": True},
     "ring": {"weight_ring": True},
     "two_steps": {"steps_in_flight": 2},
 }
-OF_FUSED = ("dependent", "prefetch", "ring")  # techniques of the fused operations, without which they change nothing
+BESIDES: dict[str, dict[str, Any]] = {"prefetch": {"weight_prefetch": True}}  # not among what is on by default
+OF_FUSED = ("dependent", "ring")  # techniques of the fused operations, without which they change nothing
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)
 
@@ -52,6 +52,8 @@ ALL: Switches = frozenset(ORDER)
 def name_of(switches: Iterable[str]) -> str:
     """The variant's name in tables."""
     here = frozenset(switches)
+    if more := here - ALL:
+        return f"{name_of(here & ALL)}_and_{'_'.join(sorted(more))}"
     if here in (frozenset(), ALL):
         return "ours" if here else "unfused"
     if here == {"graph"}:
@@ -73,12 +75,12 @@ def alone() -> list[Switches]:
 
 def without(switch: str) -> Switches:
     """Everything but one, and what makes no sense without it."""
-    gone = {"fused": {"fused", *OF_FUSED}, "dependent": {"dependent", "prefetch"}}.get(switch, {switch})
-    return ALL - gone
+    return ALL - ({"fused", *OF_FUSED} if switch == "fused" else {switch})
 
 
 def left_out() -> list[Switches]:
-    return [without(switch) for switch in ORDER]
+    """All but one, for each; and all with what is not on by default."""
+    return [without(switch) for switch in ORDER] + [ALL | {switch} for switch in BESIDES]
 
 
 def make_llm(loaded: Loaded, switches: Iterable[str], *, length: int, batch: int = 1, **more: Any) -> LLM:
@@ -88,7 +90,7 @@ def make_llm(loaded: Loaded, switches: Iterable[str], *, length: int, batch: int
     here = frozenset(switches)
     changes = dict(PLAIN)
     for switch in here:
-        changes |= CHANGES[switch]
+        changes |= (CHANGES | BESIDES)[switch]
     page = 16
     config = EngineConfig(
         device=str(loaded.model.device),

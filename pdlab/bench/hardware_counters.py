@@ -41,7 +41,7 @@ def step(model: str, tokens: int = TOKENS) -> None:
 
     machine = resolve_device("auto")
     loaded = load(model, device=machine.device, dtype=machine.dtype)
-    plain = stages.ALL - {"graph", "dependent", "prefetch", "two_steps"}
+    plain = stages.ALL - {"graph", "dependent", "two_steps"}
     with step_of(loaded, plain, tokens, ranged=True) as (executor, plan):
         run_steps(executor, [plan(0), plan(1)], 1)
         if machine.is_gpu:

@@ -26,7 +26,6 @@ SWITCHES = {
     "attention": "+ attention kernel",
     "fused": "+ fused operations",
     "dependent": "+ dependent launch",
-    "prefetch": "+ next weights into L2",
     "ring": "+ ring of weights",
     "two_steps": "+ two steps in flight",
 }
@@ -157,7 +156,8 @@ def falls(table: pd.DataFrame, model: str, value: str = "median") -> dict[str, f
 
 
 def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
-    """What each switch is worth alone (over `unfused`) and what leaving it out of all costs (`ours` over the rest)."""
+    """What each switch is worth alone (over `unfused`) and what leaving it out of all costs (`ours` over the rest); of what is
+    off by default, what adding it to all brings."""
     import pandas as pd
 
     rows = table[table["model"] == model].set_index("variant")["median"]
@@ -170,6 +170,10 @@ def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
         }
         if any(v == v for v in values.values()):
             found[words.removeprefix("+ ")] = values
+    for switch in stages.BESIDES:
+        more = stages.name_of(stages.ALL | {switch})
+        if {more, "ours"} <= set(rows.index):
+            found[f"{switch} (off by default)"] = {"in all, against without": rows[more] / rows["ours"]}
     return pd.DataFrame(found).T
 
 

@@ -89,7 +89,7 @@ def test_the_product_alone_goes_with_every_kind_of_sampling(places: Path) -> Non
 def walk(places: Path) -> pd.DataFrame:
     rates = {stages.name_of(s): 10.0 * 2**i for i, s in enumerate(stages.waterfall())}
     rates |= {stages.name_of(s): 15.0 for s in stages.alone() if len(s & {"graph"}) == 0}
-    rates["with_graph_attention_two_steps"] = 64.0
+    rates |= {"with_graph_attention_two_steps": 64.0, "ours_and_prefetch": 0.9 * 10 * 2 ** len(stages.ORDER)}
     record(places, "decode_single_stream", rates, "throughput", "tok/s", model="m")
     return decode.together(GPU, "decode_single_stream", "throughput")
 
@@ -107,6 +107,7 @@ def test_a_switch_is_worth_what_it_gains_alone_and_what_its_absence_costs(places
     assert found.loc["attention kernel", "alone"] == pytest.approx(1.5)
     assert found.loc["fused operations", "in all, against without"] == pytest.approx(best / 64)
     assert found.loc["two steps in flight", "in all, against without"] == pytest.approx(2.0)
+    assert found.loc["prefetch (off by default)", "in all, against without"] == pytest.approx(0.9)
 
 
 def test_figures_keep_to_their_frames(places: Path) -> None:
