@@ -128,12 +128,8 @@ def recorded(device: str, model: str, kind: str = "measured") -> pd.DataFrame:
     quantile = found.reindex(columns=["quantile"])["quantile"].map("{:.0f}".format).where(found.metric == "latency", "")
     table = found.assign(name=found.metric + quantile, value=found["median"].where(found.unit != "ms", found["median"] / 1e3))
     table = table.pivot_table(index=["concurrency", "variant"], columns="name", values="value", sort=False)
-    return (
-        table.rename(columns=names)
-        .reindex(columns=list(names.values()))
-        .reset_index()
-        .sort_values("concurrency", kind="stable")
-    )
+    table = table.rename(columns=names).reindex(columns=list(names.values())).rename_axis(columns=None)
+    return table.reset_index().sort_values("concurrency", kind="stable")
 
 
 # --- pictures
