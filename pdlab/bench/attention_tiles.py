@@ -103,8 +103,8 @@ def sweep(work: Work, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
             yield from (("decode", tile) for tile in decode_tiles(tuning.shared_bytes, head_dim, pdl))
         return
     hopper = tuning.capability == (9, 0)
-    if work.length in QUERIES and work.group == GROUPS[0]:
-        depths = (2,) if hopper else (2, 3)  # there the plain kernel is only what the others are compared with
+    if work.length in QUERIES and work.group == GROUPS[0] and not (hopper and head_dim == 64):
+        depths = (2,) if hopper else (2, 3)  # on Hopper the plain kernel is only what the others are compared with
         yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim, depths))
     if hopper:
         yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim, work.length, work.group))
