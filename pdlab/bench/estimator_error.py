@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdlab.bench import serving
-from pdlab.bench.records import target_root
+from pdlab.bench.records import snapshot, target_root
 from pdlab.bench.serving_outcomes import Judge, record_prices
 from pdlab.core.paths import checkout_dir, data_dir, home_dir
 from pdlab.costs.calibration import save_for_device
@@ -34,7 +34,9 @@ def save(ctx: Context, session: serving.Session) -> None:
     """Keeps what was learned for this device: in data/ when recording, else beside this run's tables."""
     recording = target_root(True) in ctx.record.roots
     shipped = data_dir() if checkout_dir() is not None else home_dir()
-    path = save_for_device(session.estimator, ctx.machine.slug, ctx.dtype, shipped if recording else target_root(False).parent)
+    root = shipped if recording else target_root(False).parent
+    provenance = snapshot(ctx.seed, ctx.record.command, ctx.record.gpu_index)
+    path = save_for_device(session.estimator, ctx.machine.slug, ctx.dtype, root, provenance)
     ctx.say(f"  saved what was learned from {session.estimator.seen} steps to {path}")
 
 

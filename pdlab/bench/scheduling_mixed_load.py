@@ -157,7 +157,7 @@ def _sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int,
                     f.cancel()
                 continue
             outcomes = [f.result() for f in futures]
-            settings = {"requests": n, "seeds": len(outcomes), "capacity": capacity, "calibration": imitation.kind}
+            settings = {"requests": n, "seeds": len(outcomes), "capacity": capacity, **imitation.calibration}
             config = base.with_(policy=VARIANTS[variant])
             record_outcomes(record, outcomes, e, config, variant=variant, kind=imitation.kind, settings=settings, **params)
             p99 = statistics.median(o.ttft.quantile(0.99) for o in outcomes)

@@ -258,6 +258,14 @@ class Imitation:
         """What its numbers are: simulated, by step times that were recorded, or predicted."""
         return "predicted" if self.state is None else "simulated"
 
+    @property
+    def calibration(self) -> dict[str, Any]:
+        """Where its step times come from, for provenance."""
+        if self.state is None:
+            return {"calibration": "data sheet"}
+        source = self.state.get("provenance", {})
+        return {"calibration": {name: source[name] for name in ("time_utc", "commit", "note") if name in source} or "this run"}
+
     def estimator(self) -> LearnedEstimator:
         """A copy of what had been learned."""
         e = LearnedEstimator(

@@ -7,9 +7,11 @@ sheet, slowed by the shares of the ceilings that kernels commonly reach. The las
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pdlab.core.errors import MeasurementError
 from pdlab.core.paths import find_data, home_dir
@@ -43,10 +45,19 @@ def estimator_file(device: str, model: str, dtype: str) -> str:
     return f"estimators/{tables.check_name(device, 'device')}/{tables.check_name(model, 'model')}-{dtype}.json"
 
 
-def save_for_device(estimator: LearnedEstimator, device: str, dtype: str, root: Path | None = None) -> Path:
-    """Saves under home_dir() (or `root`), where `cost_model` and a later engine on this device find it."""
+def save_for_device(
+    estimator: LearnedEstimator,
+    device: str,
+    dtype: str,
+    root: Path | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> Path:
+    """Saves under home_dir() (or `root`), where `cost_model` and a later engine on this device find it. `provenance`: the
+    machine and the commit that its steps came from."""
     path = (root or home_dir()) / estimator_file(device, estimator.model.name, dtype)
-    estimator.save(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {"provenance": provenance or {}, **estimator.state()}
+    path.write_text(json.dumps(state, sort_keys=True, separators=(",", ":")) + "\n", encoding="utf-8")
     return path
 
 

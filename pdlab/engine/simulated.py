@@ -90,7 +90,8 @@ class SimulatedExecutor:
         self._device_free = 0.0
         self._unfinished: list[_Handle] = []
         self._closed = False
-        self.shadowed = False  # with two steps in flight a run, and the step after it, are planned while the device is busy
+        # with two steps in flight a run is planned while the device is busy, and the step after it while its last step runs:
+        self._shadow = 0.0  # as long as this takes
 
     def capacity(self) -> int:
         return self._capacity
@@ -103,10 +104,13 @@ class SimulatedExecutor:
                 f"step {plan.step} was submitted while {len(self._unfinished)} steps are unfinished",
                 f"collect a result first; steps_in_flight is {self.steps_in_flight}",
             )
-        if not (self.shadowed or (self.steps_in_flight == 2 and plan.repeat > 1)):
-            self._virtual.advance(self.between(plan.shape))
-        self.shadowed = self.steps_in_flight == 2 and plan.repeat > 1
-        ready, launching = self.clock.now(), 0.0 if plan.repeat > 1 else self._launching(plan.shape)
+        between, launching = self.between(plan.shape), 0.0 if plan.repeat > 1 else self._launching(plan.shape)
+        if self._shadow > 0:
+            launching = max(0.0, between + launching - self._shadow)
+        elif self.steps_in_flight == 1 or plan.repeat == 1:
+            self._virtual.advance(between)
+        self._shadow = self._one(plan.shape, plan.repeat - 1) if self.steps_in_flight == 2 and plan.repeat > 1 else 0.0
+        ready = self.clock.now()
         start = max(ready, self._device_free)
         end = max(start + self._duration(plan), ready + launching)
         self._device_free = end
