@@ -377,6 +377,6 @@ def flash_prefill_hopper(
         (head_dim**-0.5 if scale is None else scale) * LOG2E, units, share, group, at_once,
         OUT_STRIDE=out.stride(0), HEAD=head_dim, BLOCK_N=tile.block_n, STAGES=tile.stages, CONSUMERS=tile.consumers,
         CAUSAL=causal, TURNS=tile.turns and not tile.blocks, POLYNOMIAL=tile.polynomial,
-        PAGE=view.page_size if paged else 0, KV_HEADS=kv_heads if paged else 0, num_warps=4,
+        PAGE=view.page_size if paged else 0, KV_HEADS=kv_heads if paged else 0, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out

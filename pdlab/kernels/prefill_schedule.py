@@ -42,12 +42,15 @@ def schedule_kernel(
     MIN_Q: tl.constexpr,
     CAUSAL: tl.constexpr,
     BY_REQUEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Entry 0 holds the number of entries and how many items were handed out late; entry 1 + r is the r-th longest.
 
     BY_REQUEST: longest first within a request only, so that what reads the same K and V runs at the same time.
     """
     rank = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     lanes_b = tl.arange(0, BATCH_PAD)
     real = lanes_b < batch
     q_first = tl.load(CU_Q + lanes_b, mask=real, other=0)
@@ -120,11 +123,14 @@ def make_board(READERS: gl.constexpr):
 def post_items(board, SCHEDULE, units, units_at_once):
     """The dispatching warp: this block's items, one after the other, each as soon as its place on the board is free.
 
-    The first is the block's own number; the others come from the counter. After the last comes one that is no item.
+    The first is the block's own number; the others come from the counter. After the last comes one that is no item. Of all
+    warps this one alone reads what the schedule's kernel writes, so it alone waits for that kernel's end.
     """
     items, posted, taken = board
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     lanes = gl.arange(0, 8, LAYOUT)
+    once = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [once], dtype=gl.int32, is_pure=False, pack=1)
     total = gl.load(SCHEDULE)
     item = gl.program_id(0)
     turn = 0
@@ -167,12 +173,15 @@ def take_item(board, turn, WARPS: gl.constexpr):
 def make_schedule(
     view: KVView, tokens: int, item_rows: int, *, causal: bool, min_q: int, by_request: bool
 ) -> tuple[torch.Tensor, int]:
-    """(i32 schedule on the device, upper bound of its entries) for items of `item_rows` query rows."""
+    """(i32 schedule on the device, upper bound of its entries) for items of `item_rows` query rows.
+
+    The kernel that reads it is to be launched next, with launch_pdl: it starts beside this one.
+    """
     batch = view.seq_lens.shape[0]
     most = triton.cdiv(tokens, item_rows) + min(batch, tokens)
     schedule = torch.empty((most + 1) * ENTRY, dtype=torch.int32, device=view.k.device)
     schedule_kernel[(most,)](
-        schedule, view.base, view.seq_lens, view.cu_q, batch,
-        ITEM_ROWS=item_rows, BATCH_PAD=padded_batch(batch), MIN_Q=min_q, CAUSAL=causal, BY_REQUEST=by_request, num_warps=1,
+        schedule, view.base, view.seq_lens, view.cu_q, batch, ITEM_ROWS=item_rows, BATCH_PAD=padded_batch(batch),
+        MIN_Q=min_q, CAUSAL=causal, BY_REQUEST=by_request, PDL=True, num_warps=1,
     )  # fmt: skip
     return schedule, most

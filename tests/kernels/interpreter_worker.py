@@ -114,7 +114,7 @@ def schedule(
     made = torch.full(((most + 2) * ENTRY,), -1, dtype=torch.int32)
     schedule_kernel[(most + 1,)](
         made, torch.tensor([1000 * b for b in range(len(lens))]), torch.tensor(lens, dtype=torch.int32), starts, len(lens),
-        ITEM_ROWS=item_rows, BATCH_PAD=4, MIN_Q=min_q, CAUSAL=causal, BY_REQUEST=by_request,
+        ITEM_ROWS=item_rows, BATCH_PAD=4, MIN_Q=min_q, CAUSAL=causal, BY_REQUEST=by_request, PDL=False,
     )  # fmt: skip
     return {"total": int(made[0]), "late": int(made[1]), "entries": made.view(-1, ENTRY)[1 : 1 + int(made[0]), :6].tolist()}
 
