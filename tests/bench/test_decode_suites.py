@@ -273,3 +273,31 @@ def test_a_rival_that_fails_is_left_out_with_the_reason(tmp_path: Path) -> None:
     assert set(fused_head.usable(ctx, calls, x, head, {"batch": 2})) == {"unfused", "cublas"}
     (row,) = ctx.record.rows
     assert (row.variant, row.status) == ("flashinfer", "skipped:ZeroDivisionError: division by zero")
+
+
+# --- compiling ahead
+
+
+def test_every_job_of_compiling_ahead_is_done_by_one_process_and_needs_a_gpu() -> None:
+    from pdlab.bench import compile_ahead as ahead
+    from pdlab.core.errors import DeviceUnavailable
+
+    names = list(ahead.jobs())
+    assert sorted(name for part in range(5) for name in names[part::5]) == sorted(names)
+    assert {name.split()[0] for name in names} == {"stream", "norm_qkv_rope", "projection_sample", "batched", "layouts"}
+    assert "stream llama-1b ours" in names
+    assert not any("unfused" in name for name in names), "plain PyTorch has nothing to compile"
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceUnavailable):
+            ahead.work(0, 1, 1.0)
+
+
+def test_two_layers_stand_for_a_model_and_run(tmp_path: Path) -> None:
+    from dataclasses import replace as changed
+
+    from pdlab.bench import compile_ahead as ahead
+
+    ctx = context(tmp_path)
+    assert ahead.two_layers("llama-tiny", ctx.machine).config == changed(config_of("llama-tiny"), num_layers=2)
+    ahead.stream(ctx, "llama-tiny", _stages.ALL)
+    ahead.batched(ctx, "gpt2-tiny", 3)

@@ -1,0 +1,147 @@
+"""Compiles the kernels of the decode suites in several processes, before a recording: alone it would wait for each in turn.
+
+    python -m pdlab.bench.compile_ahead --processes 12 --seconds 30
+    pdlab bench decode_single_stream --record --budget 100
+
+Triton keeps what it compiled in TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models
+are cut to two layers, which have every kernel that the whole model has. Nothing is timed, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pdlab.bench import _stages as stages
+from pdlab.core.errors import DeviceUnavailable
+from pdlab.hardware.probe import Machine, resolve_device
+from pdlab.models.catalogue import config_of
+
+if TYPE_CHECKING:
+    from pdlab.bench.suites import Context
+    from pdlab.models.loading import Loaded
+
+MODELS = ("llama-1b", "llama-3-8b", "llama-2-7b", "gpt2-xl")
+ROWS = (1, 8, 32, 64)  # decode batches that have kernels of their own
+
+
+def two_layers(name: str, machine: Machine) -> Loaded:
+    """A catalogue shape with random weights and two layers."""
+    import torch
+
+    from pdlab.models.loading import DTYPES, Loaded, build
+    from pdlab.models.source import RandomSource
+    from pdlab.models.tokenizer import ByteTokenizer
+
+    config = replace(config_of(name), num_layers=2)
+    model = build(config, RandomSource(config, torch.device(machine.device), DTYPES[machine.dtype], 0))
+    return Loaded(config, model, ByteTokenizer(config), "random")
+
+
+def stream(ctx: Context, name: str, switches: stages.Switches) -> None:
+    """What decode_single_stream needs: a prompt, a prompt in two chunks, and steps of one row."""
+    with stages.make_llm(two_layers(name, ctx.machine), switches, length=769) as llm:
+        for prompt in (512, 620):
+            stages.stream_seconds(llm, prompt, 4, 0)
+
+
+def batched(ctx: Context, name: str, batch: int) -> None:
+    from pdlab.bench._breakdown import run_steps, step_of
+
+    with step_of(two_layers(name, ctx.machine), stages.ALL, 640, batch) as (executor, plan):
+        run_steps(executor, [plan(i) for i in range(4)], 2)
+
+
+def norm_qkv_rope(ctx: Context, name: str, batch: int) -> None:
+    from pdlab.bench import fused_norm_qkv_rope as suite
+
+    config = config_of(name)
+    for call in suite.operations(config, ctx).values():
+        call(*suite.make_arguments(config, ctx, batch, 0))
+
+
+def projection_sample(ctx: Context, name: str, batch: int) -> None:
+    from pdlab.bench import fused_projection_sample as suite
+
+    config = config_of(name)
+    x, head = suite.make_head(config, ctx, batch, 0)
+    for kind in suite.KINDS:
+        suite.variants(ctx, config, kind, batch, False)["ours"](x, head)
+
+
+def layouts(ctx: Context, batch: int, length: int) -> None:
+    from pdlab.bench import kv_layout
+
+    kv_layout._measure(ctx, batch, length, (32, 8, 128), 1e12)
+
+
+def jobs() -> dict[str, Callable[[Context], None]]:
+    """Everything to compile, by a name that says what it is; what a recording needs first comes first."""
+    found: dict[str, Callable[[Context], None]] = {}
+    for name in MODELS:
+        sets = [stages.ALL, frozenset({"graph", "attention"})]
+        sets += stages.waterfall() if name in MODELS[:2] else []
+        sets += stages.left_out() if name == MODELS[0] else []
+        for switches in sets:
+            if switches & {"attention", "fused"}:
+                found[f"stream {name} {stages.name_of(switches)}"] = partial(stream, name=name, switches=switches)
+    for batch in ROWS:
+        for name in MODELS:
+            found[f"norm_qkv_rope {name} {batch}"] = partial(norm_qkv_rope, name=name, batch=batch)
+            found[f"projection_sample {name} {batch}"] = partial(projection_sample, name=name, batch=batch)
+            if batch > 1 and name != MODELS[3]:
+                found[f"batched {name} {batch}"] = partial(batched, name=name, batch=batch)
+    found["layouts"] = partial(layouts, batch=1, length=4096)
+    return found
+
+
+def work(part: int, parts: int, seconds: float) -> None:
+    """Every `parts`-th job from `part` on, until the time is over; a job that fails is named and left."""
+    import tempfile
+    from pathlib import Path
+
+    from pdlab.bench.records import Recorder
+    from pdlab.bench.suites import Context
+
+    machine, started = resolve_device("auto"), time.monotonic()
+    if not machine.is_gpu:
+        raise DeviceUnavailable("there is no GPU to compile for", "run this where the recording will run")
+    recorder = Recorder("compile_ahead", machine.slug, out=Path(tempfile.gettempdir()))
+    context = Context(machine, "full", recorder, seconds, say=lambda line: None)
+    for name, job in list(jobs().items())[part::parts]:
+        if time.monotonic() - started > seconds:
+            print(f"not reached: {name}", flush=True)
+            continue
+        began = time.monotonic()
+        try:
+            job(context)
+            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        except Exception as error:  # a kernel that does not compile here will say so again in its suite
+            print(f"failed: {name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser: Any = argparse.ArgumentParser(prog="python -m pdlab.bench.compile_ahead", description=__doc__,
+                                          formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--seconds", type=float, default=30.0, help="after which no process begins another kernel")
+    parser.add_argument("--part", type=int, help="be one of the processes: this one of --processes")
+    given = parser.parse_args(arguments)
+    if given.part is not None:
+        work(given.part, given.processes, given.seconds)
+        return 0
+    command = [sys.executable, "-m", "pdlab.bench.compile_ahead", "--processes", str(given.processes)]
+    command += ["--seconds", str(given.seconds), "--part"]
+    running = [subprocess.Popen([*command, str(i)]) for i in range(given.processes)]
+    return max(process.wait() for process in running)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
