@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from pdlab.kernels.tuning import DecodeRing
 
 KEYS = gl.constexpr(16)  # of a warp in a tile: the rows of one matrix instruction
-PARTS = gl.constexpr(16)  # partial results that the combination takes at a time
-MAX_GROUP = 16  # query heads that share a KV head
+MAX_GROUP = 8  # query heads that share a KV head: the columns of one matrix instruction
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the older name is Triton 3.6's
 
@@ -164,27 +163,29 @@ def _merge(m, denominator, acc, COLUMNS: gl.constexpr, HEAD: gl.constexpr, WARPS
 
 
 @gluon.jit
-def _newest(q_at, k_at, v_at, q_head_stride, there, scale_log2, GROUP: gl.constexpr, COLUMNS: gl.constexpr, HEAD: gl.constexpr,
+def _newest(q_at, k_at, v_at, q_head_stride, there, GROUP: gl.constexpr, COLUMNS: gl.constexpr, HEAD: gl.constexpr,
             WARPS: gl.constexpr):  # fmt: skip
-    """Scores of the newest key, -inf where it is not this program's to add, and its value."""
+    """The group's queries, and the newest key and value; zeros where they are not this program's to add."""
     ROWS: gl.constexpr = row_layout(HEAD, COLUMNS, WARPS)
     d = gl.arange(0, HEAD, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS))
     at = gl.expand_dims(column * q_head_stride, 0) + gl.expand_dims(d, 1)
-    q = gl.load(q_at + at, mask=gl.expand_dims(column < GROUP, 0) & there, other=0.0).to(gl.float32)
-    k = gl.load(k_at + d, mask=(d < HEAD) & there, other=0.0).to(gl.float32)
-    v = gl.load(v_at + d, mask=(d < HEAD) & there, other=0.0).to(gl.float32)
-    return gl.where(there, gl.sum(q * gl.expand_dims(k, 1), 0) * scale_log2, float("-inf")), v
+    q = gl.load(q_at + at, mask=gl.expand_dims(column < GROUP, 0) & there, other=0.0)
+    k = gl.load(k_at + d, mask=(d < HEAD) & there, other=0.0)
+    return q, k, gl.load(v_at + d, mask=(d < HEAD) & there, other=0.0)
 
 
 @gluon.jit
-def _add_newest(lse, out, score, v):
+def _add_newest(lse, out, newest, there, scale_log2):
+    q, k, v = newest
+    score = gl.sum(q.to(gl.float32) * gl.expand_dims(k.to(gl.float32), 1), 0) * scale_log2
+    score = gl.where(there, score, float("-inf"))
     top = gl.maximum(lse, score)
     top = gl.where(top == float("-inf"), 0.0, top)
     old, new = gl.exp2(lse - top), gl.exp2(score - top)
     total = old + new
     share = gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 0)
-    out = (out * gl.expand_dims(old, 0) + gl.expand_dims(v, 1) * gl.expand_dims(new, 0)) * share
+    out = (out * gl.expand_dims(old, 0) + gl.expand_dims(v.to(gl.float32), 1) * gl.expand_dims(new, 0)) * share
     return top + gl.log2(total), out
 
 
@@ -195,10 +196,11 @@ def _combine(
     """Merges `count` partial results of one segment. A thread holds all parts of its few numbers: nothing crosses threads."""
     PART_O, PART_LSE, _COUNTERS = parts
     LANES: gl.constexpr = 32 if HEAD >= 128 else HEAD // 4
+    ROWS: gl.constexpr = 1 if GROUP == 1 else 2 if GROUP == 2 else 4 if GROUP <= 4 else 8
+    PARTS: gl.constexpr = 16 if ROWS <= 4 else 8  # at a time
     ALL: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
     OF_ROW: gl.constexpr = gl.SliceLayout(2, ALL)
     ONE: gl.constexpr = gl.SliceLayout(0, ALL)
-    ROWS: gl.constexpr = 1 if GROUP == 1 else 2 if GROUP == 2 else 4 if GROUP <= 4 else 8 if GROUP <= 8 else 16
     row = gl.arange(0, ROWS, gl.SliceLayout(0, OF_ROW))
     part = gl.arange(0, PARTS, gl.SliceLayout(1, OF_ROW))
     d = gl.arange(0, HEAD, gl.SliceLayout(0, ONE))
@@ -282,15 +284,13 @@ def _query(q_at, q_head_stride, GROUP: gl.constexpr, COLUMNS: gl.constexpr, HEAD
 def flash_decode_ring_kernel(
     Q, K, V, OUT, TABLE, BASE, LENS, CU_Q, PART_O, PART_LSE, COUNTERS, NEXT, scale_log2, batch, few, least, table_stride,
     head_stride, q_token_stride, q_head_stride, o_token_stride, o_head_stride, pieces,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    COLUMNS: gl.constexpr,  # a group's query heads padded to a power of two, at least 8
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr,  # a group's query heads, padded
     HEAD: gl.constexpr,
     BATCH_PAD: gl.constexpr,  # a power of two, at least 32
     PAGED: gl.constexpr, PAGE: gl.constexpr, PAGE_STRIDE: gl.constexpr, ROW_STRIDE: gl.constexpr,
     RUN: gl.constexpr,  # keys of a warp's 16 that are known to lie side by side
-    STAGES: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    STAGES: gl.constexpr, PREFETCH: gl.constexpr,
     PDL: gl.constexpr,  # launched as a programmatic dependent of the kernel before it (from capability 9.0 on)
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -317,20 +317,21 @@ def flash_decode_ring_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     while tile < stop:
-        request, head, first, take, count, held, length, limit, token, newest = task
+        request, head, first, take, count, held, length, limit, token, new_place = task
         q_at = Q + token.to(gl.int64) * q_token_stride + head * GROUP * q_head_stride
         q = _query(q_at, q_head_stride, GROUP, COLUMNS, HEAD, WARPS)
         if PDL:
-            new_at = offset_of(newest, limit, PAGED, PAGE, PAGE_STRIDE, ROW_STRIDE) + head * head_stride
+            new_at = offset_of(new_place, limit, PAGED, PAGE, PAGE_STRIDE, ROW_STRIDE) + head * head_stride
             there = (first + count == held) & (limit < length)
-            score, v = _newest(q_at, K + new_at, V + new_at, q_head_stride, there, scale_log2, GROUP, COLUMNS, HEAD, WARPS)
+            # asked for now, waited for when all the older keys have been gone through
+            newest = _newest(q_at, K + new_at, V + new_at, q_head_stride, there, GROUP, COLUMNS, HEAD, WARPS)
         m, denominator, acc, walk, place, stage = _attend(
             q, first * BLOCK_N, count, limit, scale_log2, walk, place, stage, stop, line, (ks, vs), cache, table, at_copy,
             KV_HEADS, COLUMNS, HEAD, WARPS, STAGES, PAGED, PAGE, PAGE_STRIDE, ROW_STRIDE, PDL,
         )  # fmt: skip
         lse, out = _merge(m, denominator, acc, COLUMNS, HEAD, WARPS)
         if PDL:
-            lse, out = _add_newest(lse, out, score, v)
+            lse, out = _add_newest(lse, out, newest, there, scale_log2)
         out_at = OUT + token.to(gl.int64) * o_token_stride + head * GROUP * o_head_stride
         _finish(lse, out, out_at, o_head_stride, parts, request * KV_HEADS + head, tile, first, count, held, mine, share,
                 GROUP, COLUMNS, HEAD, WARPS)  # fmt: skip
@@ -341,14 +342,12 @@ def flash_decode_ring_kernel(
 
 def run_of(page: int, paged: bool) -> int:
     """How many of 16 keys from a multiple of 16 on lie side by side, whatever the table or the base says."""
-    if not paged:
-        return 16 if page == 1 else 1
-    return min(16, page & -page)
+    return min(16, page & -page) if paged else 16 if page == 1 else 1
 
 
-def registers_of(head: int, group: int) -> int:
-    """Most registers a thread, so that the blocks of tuning.ring_rule are resident together; larger groups need more."""
-    return 255 if group > 8 else 168 if head == 64 else 192
+def registers_of(tile: DecodeRing) -> int:
+    """Most registers a thread that let all of the tile's blocks be resident together."""
+    return min(224, 65536 // (32 * tile.warps * tile.blocks_per_sm) // 8 * 8)
 
 
 def fits(q: torch.Tensor, view: KVView) -> bool:
@@ -356,8 +355,8 @@ def fits(q: torch.Tensor, view: KVView) -> bool:
     return (
         q.is_cuda
         and q.shape[2] in (64, 128)
-        and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == view.k.dtype
+        and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[1] // view.k.shape[1] <= MAX_GROUP
         and q.stride(2) == view.k.stride(3) == 1
     )
@@ -392,10 +391,10 @@ def flash_decode_ring(
         workspace.counters if prefetch is None else prefetch.view(-1).view(torch.uint8),
         (head_dim**-0.5 if scale is None else scale) * LOG2E, batch, programs // tile.blocks_per_sm, tile.least,
         view.block_table.stride(0), view.k.stride(1), q.stride(0), q.stride(1), out.stride(0), out.stride(1), pieces,
-        KV_HEADS=kv_heads, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), HEAD=head_dim,
+        KV_HEADS=kv_heads, GROUP=group, COLUMNS=MAX_GROUP, HEAD=head_dim,
         BATCH_PAD=max(32, triton.next_power_of_2(batch)) if batch <= 32 or batch > 256 else 256,
         PAGED=paged, PAGE=view.page_size, PAGE_STRIDE=view.k.stride(0), ROW_STRIDE=view.k.stride(2),
         RUN=run_of(view.page_size, paged), STAGES=tile.stages, PREFETCH=pieces > 0 and tile.pdl, PDL=tile.pdl, WARPS=tile.warps,
-        num_warps=tile.warps, maxnreg=registers_of(head_dim, group), **({"launch_pdl": True} if tile.pdl else {}),
+        num_warps=tile.warps, maxnreg=registers_of(tile), **({"launch_pdl": True} if tile.pdl else {}),
     )  # fmt: skip
     return out

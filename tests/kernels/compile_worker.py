@@ -85,11 +85,11 @@ def compile_ring(tile: DecodeRing, capability: tuple[int, int], head: int, group
 
     from pdlab.kernels.flash_decode_ring import flash_decode_ring_kernel, registers_of
 
-    fixed = {"KV_HEADS": 8, "GROUP": group, "COLUMNS": max(8, group), "HEAD": head, "BATCH_PAD": LANES, "PAGED": True}
+    fixed = {"KV_HEADS": 8, "GROUP": group, "COLUMNS": 8, "HEAD": head, "BATCH_PAD": LANES, "PAGED": True}
     fixed |= {"PAGE": PAGE, "PAGE_STRIDE": 8 * PAGE * head, "ROW_STRIDE": head, "RUN": 16, "STAGES": tile.stages}
     fixed |= {"PREFETCH": tile.pdl, "PDL": tile.pdl, "WARPS": tile.warps}
     types = POINTERS | {"scale_log2": "fp32", "NEXT": "*u8"}
-    most = {"maxnreg": registers_of(head, group)}
+    most = {"maxnreg": registers_of(tile)}
     return ahead_of_time(flash_decode_ring_kernel, GluonASTSource, fixed, types, capability, tile.warps, **most)
 
 
@@ -99,8 +99,12 @@ def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) 
         ring = tuning.ring(head, tokens)
         assert ring is not None
         built = compile_ring(ring, capability, head, tokens)
-        blocks = ring.blocks_per_sm if tokens <= 8 else 1  # larger groups take more: the grid's blocks come one after the other
-        answer = {"shared": built.metadata.shared, "blocks": blocks, "warps": ring.warps, "room": tuning.shared_bytes}
+        answer = {
+            "shared": built.metadata.shared,
+            "blocks": ring.blocks_per_sm,
+            "warps": ring.warps,
+            "room": tuning.shared_bytes,
+        }
         return answer | resources(built.asm["cubin"])
     kernel = flash_decode_kernel if kind == "decode" else flash_prefill_kernel
     tile = tuning.decode(head, tokens * GROUP) if kind == "decode" else tuning.prefill(head, tokens, PAGE)

@@ -22,7 +22,7 @@ SHIPPED: list[Job] = [(kind, capability, head, tokens) for capability in ((8, 0)
 SHIPPED += [("prefill", (9, 0), head, 256) for head in (64, 128)]
 RARE: list[Job] = [(kind, capability, head, tokens) for capability in ((8, 0), (8, 9), (9, 0))
         for kind, head, tokens in (("decode", 256, 1), ("prefill", 256, 4096), ("decode", 80, 1), ("prefill", 80, 256),
-                                   ("decode", 128, 4), ("decode", 64, 16), ("ring", 128, 16), ("ring", 64, 1))]  # fmt: skip
+                                   ("decode", 128, 4), ("decode", 64, 16), ("ring", 128, 7), ("ring", 64, 1))]  # fmt: skip
 # The reserve that CUDA keeps of each block's shared memory (CUDA programming guide, compute capabilities)
 RESERVED = 1024
 REGISTERS = 65536

@@ -24,7 +24,7 @@ from pdlab.kernels.tuning import DecodeRing, Tuning, ring_rule
 TOLERANCE = {"bfloat16": 6e-3, "float16": 8e-4}
 LENS = [1, 33, 700, 4096, 129, 64, 65, 0, 17]
 SHAPES = [  # heads, KV heads, head size, page, paged
-    (32, 8, 128, 16, True), (32, 8, 64, 16, True), (8, 8, 128, 7, True), (7, 1, 64, 1, True), (16, 1, 128, 64, True),
+    (32, 8, 128, 16, True), (32, 8, 64, 16, True), (8, 8, 128, 7, True), (7, 1, 64, 1, True), (8, 1, 128, 64, True),
     (10, 2, 64, 256, True), (6, 2, 128, 1, False), (9, 3, 64, 4, False),
 ]  # fmt: skip
 
