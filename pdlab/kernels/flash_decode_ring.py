@@ -7,7 +7,7 @@ What flash_decode computes, from compute capability 8.0 on, arranged so that mem
     warps     each takes the softmax of its own 16 keys of a tile, so nothing crosses warps until a piece of work ends
     products  S^T = K Q^T and O^T = V^T P^T: keys, then channels, are the rows, and a group's query heads the 8 columns
     early     under programmatic dependent launch the ring fills while the kernel before still runs: all keys but the newest are
-              older than it. The newest joins at the end, by plain arithmetic
+              older than it, and the newest joins at the end, by plain arithmetic
 
 Bytes and floor: as flash_decode, whose workspace, sharing of the work and combination by the last to finish this kernel has.
 Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_decode.
@@ -45,7 +45,7 @@ def tile_layout(head):
 
 @gluon.constexpr_function
 def row_layout(head, rows, warps):
-    """[head, rows]: rows over warps, channels over lanes, the two halves of a head in one thread's registers."""
+    """[head, rows]: rows over warps, channels over lanes, a head's two halves in one thread's registers."""
     registers = [[1 << i, 0] for i in range((head // 64).bit_length() - 1)]
     registers += [[0, warps << i] for i in range((rows // warps).bit_length() - 1)] if rows > warps else []
     lanes = [[(head // 64) << i, 0] for i in range(5)]
@@ -284,9 +284,8 @@ def _query(q_at, q_head_stride, GROUP: gl.constexpr, COLUMNS: gl.constexpr, HEAD
 def flash_decode_ring_kernel(
     Q, K, V, OUT, TABLE, BASE, LENS, CU_Q, PART_O, PART_LSE, COUNTERS, NEXT, scale_log2, batch, few, least, table_stride,
     head_stride, q_token_stride, q_head_stride, o_token_stride, o_head_stride, pieces,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     COLUMNS: gl.constexpr,  # a group's query heads, padded
-    HEAD: gl.constexpr,
     BATCH_PAD: gl.constexpr,  # a power of two, at least 32
     PAGED: gl.constexpr, PAGE: gl.constexpr, PAGE_STRIDE: gl.constexpr, ROW_STRIDE: gl.constexpr,
     RUN: gl.constexpr,  # keys of a warp's 16 that are known to lie side by side
@@ -306,8 +305,9 @@ def flash_decode_ring_kernel(
     at_copy = _lanes(HEAD, WARPS, RUN)
     walks, places = ((mine, 0, 0, 0, 0, 0),), (0,)
     for i in gl.static_range(STAGES + 1):  # the pages of all tiles are asked for before the first is waited for
-        walks += (advance(walks[i], stop, line, KV_HEADS, BLOCK_N, PDL),)
-        places += (place_of(walks[i + 1][2] + at_copy[0], walks[i + 1][5], walks[i + 1][3], table, PAGED, PAGE),)
+        walk = advance(walks[i], stop, line, KV_HEADS, BLOCK_N, PDL)
+        walks += (walk,)  # type: ignore[assignment]
+        places += (place_of(walk[2] + at_copy[0], walk[5], walk[3], table, PAGED, PAGE),)  # type: ignore[assignment]
     for i in gl.static_range(STAGES):
         _copy(walks[i + 1], places[i + 1], (ks.index(i), vs.index(i)), cache, at_copy, PAGED, PAGE, PAGE_STRIDE, ROW_STRIDE)
     walk, place, stage, tile = walks[STAGES + 1], places[STAGES + 1], 0, mine
