@@ -381,7 +381,6 @@ def flash_decode_ring(
     """
     tokens, heads, head_dim = q.shape
     kv_heads, batch, paged = view.k.shape[1], view.seq_lens.shape[0], view.kind == "paged"
-    group = heads // kv_heads
     if out is None:
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     pieces = 0 if prefetch is None else prefetch.numel() * prefetch.element_size() // 2048
@@ -391,7 +390,7 @@ def flash_decode_ring(
         workspace.counters if prefetch is None else prefetch.view(-1).view(torch.uint8),
         (head_dim**-0.5 if scale is None else scale) * LOG2E, batch, programs // tile.blocks_per_sm, tile.least,
         view.block_table.stride(0), view.k.stride(1), q.stride(0), q.stride(1), out.stride(0), out.stride(1), pieces,
-        KV_HEADS=kv_heads, GROUP=group, COLUMNS=MAX_GROUP, HEAD=head_dim,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, COLUMNS=MAX_GROUP, HEAD=head_dim,
         BATCH_PAD=max(32, triton.next_power_of_2(batch)) if batch <= 32 or batch > 256 else 256,
         PAGED=paged, PAGE=view.page_size, PAGE_STRIDE=view.k.stride(0), ROW_STRIDE=view.k.stride(2),
         RUN=run_of(view.page_size, paged), STAGES=tile.stages, PREFETCH=pieces > 0 and tile.pdl, PDL=tile.pdl, WARPS=tile.warps,
