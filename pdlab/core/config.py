@@ -93,7 +93,7 @@ class EngineConfig:
     # techniques of the fused operations, each where the device has it
     dependent_launch: bool = True  # a kernel begins under the tail of the one before: programmatic dependent launch
     weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn
-    weight_prefetch: bool = True  # rings ask for the next product's weights, into the L2 cache
+    weight_prefetch: bool = False  # rings ask for the next product's weights, into the L2 cache
     measured_tiles: bool = True  # tiles from the device's tuning table, else by rules
 
     # batching and scheduling

@@ -35,7 +35,7 @@ class FusedOps(DispatchedOps):
 
     fused = True  # who else works beside these operations may use kernels too
 
-    def __init__(self, *args: Any, pdl: bool = True, ring: bool = True, prefetch: bool = True, measured: bool = True) -> None:
+    def __init__(self, *args: Any, pdl: bool = True, ring: bool = True, prefetch: bool = False, measured: bool = True) -> None:
         """The techniques one by one, each where the device has it; to change one later set the attribute before the first step.
 
         `pdl`: programmatic dependent launch. `ring`: single rows by a ring of weights in shared memory. `prefetch`: rings ask
