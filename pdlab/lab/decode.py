@@ -155,6 +155,29 @@ def falls(table: pd.DataFrame, model: str, value: str = "median") -> dict[str, f
     return {words: float(rows[name]) for words, s in steps if (name := stages.name_of(s)) in rows.index}
 
 
+def predicted_walk(
+    config: ModelConfig, plain: pd.Series, read_bytes_per_s: float, tokens: int, *, launch_us: float, gap_us: float
+) -> dict[str, float]:
+    """Tokens a second to expect of the first switches, before anything is measured: a step is its bytes over the bandwidth and,
+    for each kernel, the time in which nothing streams: `launch_us` of the host, or `gap_us` in a graph.
+
+    `plain`: operators of each operation where nothing is fused (operator_calls). The last entry is fused kernels whose gaps
+    are bridged altogether: the wall.
+    """
+    floor = step_bytes(config, decode_shape(1, tokens), 2).total / read_bytes_per_s * 1e6
+    layers, ends = config.num_layers, int(plain["projection_sample"])
+    each = int(plain.drop("projection_sample").sum())
+    attended = each - int(plain["attention"]) + 1
+    steps = {
+        "plain PyTorch, launched": max(floor, launch_us * (each * layers + ends)),
+        SWITCHES["graph"]: floor + gap_us * (each * layers + ends),
+        SWITCHES["attention"]: floor + gap_us * (attended * layers + ends),
+        SWITCHES["fused"]: floor + gap_us * (5 * layers + 2),
+        "+ no gaps at all": floor,
+    }
+    return {name: 1e6 / us for name, us in steps.items()}
+
+
 def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
     """What each switch is worth alone (over `unfused`) and what leaving it out of all costs (`ours` over the rest); of what is
     off by default, what adding it to all brings."""

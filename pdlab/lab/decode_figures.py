@@ -21,11 +21,13 @@ def _number(value: float) -> str:
 
 
 def waterfall(
-    panels: Mapping[str, tuple[Mapping[str, float], float, Mapping[str, float]]], *, claim: str, footer: str
-) -> LabFigure:
+    panels: Mapping[str, tuple[Mapping[str, float], float, Mapping[str, float]]], *, claim: str, footer: str,
+    predicted: bool = False,
+) -> LabFigure:  # fmt: skip
     """The way to the wall. `panels`: title -> (tokens a second after each switch, the wall, others' tokens a second).
 
-    A bar starts where the one above it ended: what it adds is dark. The dashed line is the roofline, the finish.
+    A bar starts where the one above it ended: what it adds is dark, or hatched and dashed where it is `predicted`. The dashed
+    line is the roofline, the finish.
     """
     most = max(len(steps) + len(others) for steps, _, others in panels.values())
     figure, axes = canvas(claim, footer, size=(9.2, 1.5 + 0.36 * most), columns=len(panels))
@@ -34,8 +36,12 @@ def waterfall(
         for i, (name, value) in enumerate([*steps.items(), *others.items()]):
             if name in steps:
                 low, high = min(before, value), max(before, value)
-                ax.barh(i, low, color=BLUE, alpha=0.3, height=0.66)
-                ax.barh(i, high - low, left=low, color=BLUE if value >= before else RUST, height=0.66)
+                colour = BLUE if value >= before else RUST
+                ax.barh(i, low, color=BLUE, alpha=0.12 if predicted else 0.3, height=0.66)
+                look: dict[str, Any] = {"color": colour}
+                if predicted:
+                    look = {"facecolor": "none", "edgecolor": colour, "linestyle": "--", "linewidth": 1.2, "hatch": "///"}
+                ax.barh(i, high - low, left=low, height=0.66, **look)
                 before = value
             else:
                 ax.barh(i, value, facecolor="none", edgecolor=FAINT, height=0.66, linewidth=1.2)

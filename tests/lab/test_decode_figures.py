@@ -110,6 +110,21 @@ def test_a_switch_is_worth_what_it_gains_alone_and_what_its_absence_costs(places
     assert found.loc["prefetch (off by default)", "in all, against without"] == pytest.approx(0.9)
 
 
+def test_the_predicted_walk_ends_at_the_wall_and_pays_for_each_kernel() -> None:
+    config = config_of("llama-1b")
+    plain = pd.Series({"norm_qkv_rope": 40, "attention": 22, "out_residual": 2, "norm_mlp_up": 13, "down_residual": 2,
+                       "projection_sample": 15})  # fmt: skip
+    walk = decode.predicted_walk(config, plain, 4.6e12, 640, launch_us=5, gap_us=1.5)
+    us = [1e6 / rate for rate in walk.values()]
+    assert us == sorted(us, reverse=True)
+    floor = us[-1]
+    assert floor == pytest.approx(decode.wall(GPU, ["llama-1b"], 4.6e12, 640)["ms a token"].iloc[0] * 1e3)
+    assert us[0] == pytest.approx(5 * (79 * 16 + 15))
+    assert us[1] - floor == pytest.approx(1.5 * (79 * 16 + 15))
+    assert us[2] - floor == pytest.approx(1.5 * (58 * 16 + 15))
+    assert us[3] - floor == pytest.approx(1.5 * 82)
+
+
 def test_figures_keep_to_their_frames(places: Path) -> None:
     steps = decode.falls(walk(places), "m")
     table = pd.DataFrame({"ours": [9000.0, 4.0], "floor": [8000.0, 3.0]}, index=["norm_qkv_rope", "attention"])
@@ -122,6 +137,7 @@ def test_figures_keep_to_their_frames(places: Path) -> None:
     }
     for figure in (
         decode_figures.waterfall({"a": (steps, 1500.0, {"torch.compile": 900.0}), "b": (steps, 1400.0, {})}, **said),
+        decode_figures.waterfall({"a": (steps, 1500.0, {})}, predicted=True, **said),
         decode_figures.operations({"a": table, "b": table}, **said),
         decode_figures.bars(rates, finish=3.0, ylabel="TB/s", **said),
         decode_figures.addresses(orders, xlabel="token", ylabel="head", **said),
