@@ -54,18 +54,20 @@ def decode_tiles(shared_bytes: int, head_dim: int, pdl: bool) -> Iterator[Decode
 
 
 def ring_tiles(shared_bytes: int, head_dim: int, pdl: bool, small: bool = True) -> Iterator[DecodeRing]:
-    """What can win: one or two resident blocks for small work, two or three for more, with as many tiles in the ring as fit.
+    """What can win: one or two resident blocks for small work, where it matters how little a program may get (`least`), as many
+    as fit of two and three for more, with as many tiles in the ring as fit. None for head sizes that the kernel has not.
 
-    One block gets two tiles only: under dependent launch the rest of its multiprocessor is for the kernels around it. None for
-    head sizes that the kernel has not.
+    A single block gets two tiles only: under dependent launch the rest of its multiprocessor is for the kernels around it.
     """
     from pdlab.kernels.tuning import DecodeRing
 
-    for blocks in () if head_dim not in (64, 128) else (1, 2) if small else (2, 3):
-        most = 2 if blocks == 1 else 6
-        stages = min(most, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (256 * head_dim))
-        if stages >= 2:
-            yield DecodeRing(4, stages, blocks, pdl=pdl)
+    def stages(blocks: int) -> int:
+        return min(2 if blocks == 1 else 6, (shared_bytes // blocks - 64 * head_dim - (1 << 10)) // (256 * head_dim))
+
+    fitting = [blocks for blocks in (1, 2, 3) if head_dim in (64, 128) and stages(blocks) >= 2]
+    for blocks in fitting[:2] if small else fitting[-2:]:
+        for least in (2, 4, 8) if small else (4,):
+            yield DecodeRing(4, stages(blocks), blocks, least, pdl)
 
 
 def prefill_tiles(shared_bytes: int, head_dim: int, depths: tuple[int, ...] = (2, 3)) -> Iterator[PrefillTile]:
