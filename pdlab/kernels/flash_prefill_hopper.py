@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @gluon.jit
 def load_tiles(
     descriptors, shared, barriers, work, HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr, ONCE: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
     _qd, kd, vd = descriptors
     _qs, ks, vs = shared
@@ -64,9 +64,13 @@ def load_tiles(
             stage = count % STAGES
             parity = (count // STAGES & 1) ^ 1
             key = (needed - 1 - j) * BLOCK_N
-            mbarrier.wait(k_empty.index(stage), parity)
+            if ONCE:  # the places of K and V are given back together
+                mbarrier.wait(v_empty.index(stage), parity)
+            else:
+                mbarrier.wait(k_empty.index(stage), parity)
             tiles.bring_tile(kd, k_full, ks, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
-            mbarrier.wait(v_empty.index(stage), parity)
+            if not ONCE:
+                mbarrier.wait(v_empty.index(stage), parity)
             tiles.bring_tile(vd, v_full, vs, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
             count += 1
         turn += 1
@@ -110,7 +114,7 @@ def mend_values(
 def older_keys(
     q, ks, vs, barriers, acc, p, m, total, count, step, at_first, kept, clear, newest, scale, SCORES: gl.constexpr,
     W: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
-    POLYNOMIAL: gl.constexpr,
+    ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of keys at_first ... 0: scores of the next while the output takes in the one before (whose p is given)."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty, turns, _mending, _board = barriers
@@ -129,7 +133,8 @@ def older_keys(
         if TURNS:
             mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=at >= kept)
+        if not ONCE:
+            mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=at >= kept)
         if at >= clear:
             s = tiles.mask(s, at * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
         exps, m, total, rescale = tiles.softmax(s, m, total, scale, gl.SliceLayout(1, SCORES), POLYNOMIAL)
@@ -147,8 +152,8 @@ def older_keys(
 @gluon.jit
 def _consumer(
     output, inputs, shared, barriers, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    PAGE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr,
+    POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     qs, ks, vs = shared
     ks = tiles.as_tiles(ks, inputs[1], STAGES, BLOCK_N, HEAD, PAGE)
@@ -188,7 +193,8 @@ def _consumer(
         if CAUSAL:
             newest = gl.minimum(newest + W * ROWS + lanes, length - 1)
             clear = (newest_key + 1) // BLOCK_N
-        mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+        if not ONCE:
+            mbarrier.arrive(k_empty.index(count % STAGES), count=1)
         if seen - 1 >= clear:
             s = tiles.mask(s, (seen - 1) * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
         m = gl.full([ROWS], float("-inf"), gl.float32, PER_ROW)
@@ -198,7 +204,7 @@ def _consumer(
         mbarrier.arrive(q_empty.index(place), count=1, pred=turn > 1)
         acc, p, total, count, step, held = older_keys(
             q, ks, vs, barriers, acc, p, m, total, count, step, seen - 2, 0, clear, newest, scale, SCORES, W, BLOCK_N, STAGES,
-            CONSUMERS, TURNS, POLYNOMIAL,
+            CONSUMERS, TURNS, ONCE, POLYNOMIAL,
         )  # fmt: skip
         # the first scores of the next item beside the last values of this one
         step += 1
@@ -231,7 +237,8 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def flash_prefill_hopper_kernel(
     qd, kd, vd, od, OUT, SCHEDULE, TABLE, table_stride, scale, units, share, group, units_at_once,
     OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr,
 ):  # fmt: skip
     qs = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, ROWS, HEAD], qd.layout)
     ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
@@ -250,52 +257,36 @@ def flash_prefill_hopper_kernel(
     output = (OUT, od, OUT_STRIDE)
     M: gl.constexpr = CONSUMERS * 64
     # constants stay constants only where they are written in the call itself
+    # fmt: off
     if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL, PAGE),
-                ),
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL, PAGE),
-                ),
-                (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
-                (_load_queries, (inputs, shared, barriers, HEAD, 2)),
-                (post_items, (board, SCHEDULE, units, units_at_once)),
-            ],
-            [4, 1, 1, 1],
-            [232, 40, 40, 40],
-        )
+        gl.warp_specialize([
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE)),
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE)),
+            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
+            (_load_queries, (inputs, shared, barriers, HEAD, 2)),
+            (post_items, (board, SCHEDULE, units, units_at_once)),
+        ], [4, 1, 1, 1], [232, 40, 40, 40])
     else:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL, PAGE),
-                ),
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL, PAGE),
-                ),
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL, PAGE),
-                ),
-                (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
-                (_load_queries, (inputs, shared, barriers, HEAD, 3)),
-                (post_items, (board, SCHEDULE, units, units_at_once)),
-            ],
-            [4, 4, 1, 1, 1],
-            [160, 160, 24, 24, 24],
-        )
+        gl.warp_specialize([
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE)),
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE)),
+            (_consumer, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE)),
+            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
+            (_load_queries, (inputs, shared, barriers, HEAD, 3)),
+            (post_items, (board, SCHEDULE, units, units_at_once)),
+        ], [4, 4, 1, 1, 1], [160, 160, 24, 24, 24])
+    # fmt: on
 
 
 def fits(q: torch.Tensor, view: KVView) -> bool:
     """Whether these kernels can do it: a head size and a dtype they have, the heads of q side by side, rows at 16 bytes.
 
-    Extents of single-token slots, or pages that a tile of keys divides or is divided by (8, 16, 32 or a multiple of 64 or 128).
+    Extents of single-token slots, or pages that a tile of keys divides or is divided by (8, 16, 32, 64 or a multiple of 128).
     """
     size = view.page_size
     return (
@@ -376,7 +367,7 @@ def flash_prefill_hopper(
         *_descriptors(q, view, out, tile.block_n), out, schedule, view.block_table, view.block_table.stride(0),
         (head_dim**-0.5 if scale is None else scale) * LOG2E, units, share, group, at_once,
         OUT_STRIDE=out.stride(0), HEAD=head_dim, BLOCK_N=tile.block_n, STAGES=tile.stages, CONSUMERS=tile.consumers,
-        CAUSAL=causal, TURNS=tile.turns and not tile.blocks, POLYNOMIAL=tile.polynomial,
+        CAUSAL=causal, TURNS=tile.turns and not tile.blocks, ONCE=tile.once and not tile.blocks, POLYNOMIAL=tile.polynomial,
         PAGE=view.page_size if paged else 0, KV_HEADS=kv_heads if paged else 0, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -129,7 +129,7 @@ def _consumer(
             acc = gl.zeros([ROWS, HEAD], gl.float32, OUTPUT)
             acc, p, total, count, _, held = older_keys(
                 q, ks, vs, barriers, acc, p, m, total, count, task, seen - 2, kept, clear, newest, scale, SCORES, W, BLOCK_N,
-                STAGES, CONSUMERS, False, POLYNOMIAL,
+                STAGES, CONSUMERS, False, False, POLYNOMIAL,
             )  # fmt: skip
             mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
             o = warpgroup_mma(p, vs.index(count % STAGES), acc, use_acc=held, is_async=True)
@@ -146,9 +146,10 @@ def _consumer(
 def flash_prefill_tasks_kernel(
     qd, kd, vd, od, OUT, SCHEDULE, TABLE, table_stride, scale, units, share, group, units_at_once,
     OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(not TURNS, "these consumers take no turns")
+    gl.static_assert(not TURNS and not ONCE, "these consumers take no turns, and give K back before V")
     qs = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, ROWS, HEAD], qd.layout)
     ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
     vs = tiles.room_for_tiles(vd, STAGES, BLOCK_N, HEAD, PAGE)
@@ -165,41 +166,20 @@ def flash_prefill_tasks_kernel(
     work = (TABLE, table_stride, share, group)
     output = (OUT, od, OUT_STRIDE)
     # constants stay constants only where they are written in the call itself
+    # fmt: off
     if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE),
-                ),
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE),
-                ),
-                (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
-                (post_items, (board, SCHEDULE, units, units_at_once)),
-            ],
-            [4, 1, 1],
-            [232, 40, 40],
-        )
+        gl.warp_specialize([
+            (_consumer, (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE)),
+            (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, False, PAGE, KV_HEADS)),
+            (post_items, (board, SCHEDULE, units, units_at_once)),
+        ], [4, 1, 1], [232, 40, 40])
     else:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE),
-                ),
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE),
-                ),
-                (
-                    _consumer,
-                    (output, inputs, shared, barriers, work, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE),
-                ),
-                (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
-                (post_items, (board, SCHEDULE, units, units_at_once)),
-            ],
-            [4, 4, 1, 1],
-            [160, 160, 24, 24],
-        )
+        gl.warp_specialize([
+            (_consumer, (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE)),
+            (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, False, PAGE, KV_HEADS)),
+            (post_items, (board, SCHEDULE, units, units_at_once)),
+        ], [4, 4, 1, 1], [160, 160, 24, 24])
+    # fmt: on

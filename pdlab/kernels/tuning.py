@@ -66,6 +66,7 @@ class HopperTile:
     block_n: int
     stages: int  # tiles of K and V in the ring
     turns: bool = True  # consumers take turns at starting products
+    once: bool = False  # a tile's K is given back with its V: one barrier less a tile, in rings of three tiles or more
     polynomial: int = 0  # one of so many exponentials is a polynomial on the arithmetic units: 8, or 0 for none
     by_request: int = 0  # prompts up to this length run request by request, longer ones the longest first
     blocks: int = 0  # blocks of 64 query rows in an item whose K and V stay in the ring

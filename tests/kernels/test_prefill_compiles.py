@@ -42,7 +42,7 @@ def shipped() -> list[Job]:
 OTHERS: list[Job] = [
     (HopperTile(2, 128, 2), 128, 0),
     (HopperTile(2, 128, 4, polynomial=8), 64, 16),
-    (HopperTile(3, 128, 4), 64, 0),
+    (HopperTile(3, 128, 4, once=True), 64, 0),
     (HopperTile(2, 64, 5, blocks=4, share=4), 128, 16),
     (HopperTile(3, 64, 4, blocks=3), 128, 0),
     (HopperTile(3, 64, 9, blocks=8), 64, 256),

@@ -16,7 +16,12 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {"bfloat16": 6e-3, "float16": 8e-4}
 IN_TURNS = {
     128: [HopperTile(2, 128, 2), HopperTile(2, 128, 2, turns=False), HopperTile(2, 64, 4, by_request=4096)],
-    64: [HopperTile(2, 128, 4), HopperTile(3, 128, 4), HopperTile(2, 128, 4, polynomial=8), HopperTile(2, 64, 8, turns=False)],
+    64: [
+        HopperTile(2, 128, 4),
+        HopperTile(3, 128, 4, once=True),
+        HopperTile(2, 128, 4, polynomial=8),
+        HopperTile(2, 64, 8, turns=False),
+    ],
 }
 ALONE = {
     128: [HopperTile(2, 64, 5, blocks=4, share=4), HopperTile(2, 128, 2, blocks=4), HopperTile(3, 64, 4, blocks=4, share=2)],
