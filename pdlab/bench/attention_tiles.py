@@ -99,8 +99,10 @@ def hopper_tiles(head_dim: int, length: int) -> Iterator[HopperTile]:
     yield pairs
     if length <= HOPPER_QUERIES[3] and head_dim == 128:
         yield replace(pairs, by_request=4096)
+    if length > HOPPER_QUERIES[1] and head_dim == 64:
+        yield replace(pairs, once=True)
     if length > HOPPER_QUERIES[2] and head_dim == 64:
-        yield replace(pairs, consumers=3)
+        yield replace(pairs, consumers=3, once=True)
         yield replace(pairs, polynomial=8)
 
 

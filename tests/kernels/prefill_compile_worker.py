@@ -29,7 +29,7 @@ def compile_job(tile: HopperTile, head: int, page: int) -> dict[str, Any]:
     fixed = {
         "OUT_STRIDE": 32 * head, "HEAD": head, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "CONSUMERS": tile.consumers,
         "CAUSAL": True, "TURNS": tile.turns and not tile.blocks, "ONCE": tile.once,
-        "POLYNOMIAL": tile.polynomial,        "PAGE": page, "KV_HEADS": 8 if page else 0,
+        "POLYNOMIAL": tile.polynomial, "PAGE": page, "KV_HEADS": 8 if page else 0,
     }  # fmt: skip
     kernel = flash_prefill_tasks_kernel if tile.blocks else flash_prefill_hopper_kernel
     built = ahead_of_time(kernel, GluonASTSource, fixed, types, (9, 0), 4)
