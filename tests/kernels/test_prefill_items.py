@@ -1,0 +1,50 @@
+"""Which caches the warp-specialized prefill kernels take, and what one item of theirs is; decided on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import make_case
+
+pytest.importorskip("triton")
+
+from pdlab.kernels.flash_prefill_hopper import _item_of, fits
+from pdlab.kernels.tuning import HopperTile
+
+ALONE = HopperTile(3, 64, 4, turns=False, blocks=4, share=4)
+
+
+@pytest.mark.parametrize(
+    ("page", "paged", "takes"),
+    [(1, False, True), (1, True, False), (7, True, False), (8, True, True), (16, True, True), (64, True, True),
+     (96, True, False), (128, True, True), (192, True, False), (256, True, True)],
+)  # fmt: skip
+def test_pages_are_taken_where_tiles_and_pages_divide_each_other(page: int, paged: bool, takes: bool) -> None:
+    q, view = make_case([300, 20], [30, 20], heads=4, kv_heads=2, dim=64, page=page, paged=paged, dtype="float16")
+    assert fits(q, view) == takes
+
+
+def test_other_head_sizes_dtypes_and_scattered_heads_are_left_to_the_plain_kernel() -> None:
+    for dim, dtype in ((80, "float16"), (64, "float32")):
+        q, view = make_case([30], [30], heads=4, kv_heads=2, dim=dim, dtype=dtype)
+        assert not fits(q, view)
+    q, view = make_case([30], [30], heads=4, kv_heads=2, dim=64, dtype="float16")
+    packed = torch.cat((q, q), 1)
+    assert fits(packed[:, :4], view)  # q out of a packed projection
+    assert not fits(packed.transpose(0, 1).contiguous().transpose(0, 1), view)
+
+
+@pytest.mark.parametrize(("group", "share"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
+def test_an_item_takes_heads_that_read_the_same_keys(group: int, share: int) -> None:
+    _, view = make_case([256, 20], [256, 20], heads=group, kv_heads=1, dim=64)
+    assert _item_of(ALONE, view, group, 64) == (ALONE, 4, share)
+
+
+def test_items_are_of_several_blocks_only_where_the_longest_cache_fits_the_ring() -> None:
+    _, view = make_case([257, 20], [100, 20], heads=4, kv_heads=1, dim=128)
+    tile, blocks, share = _item_of(ALONE, view, 4, 128)
+    assert (tile.blocks, tile.consumers, tile.block_n, tile.stages, blocks, share) == (0, 2, 128, 2, 2, 1)
+    streaming = replace(ALONE, blocks=3)  # as many blocks as consumers: each has one, nothing needs to stay
+    assert _item_of(streaming, view, 4, 128) == (streaming, 3, 1)
