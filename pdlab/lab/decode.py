@@ -218,16 +218,34 @@ def operator_calls(loaded: Loaded, batch: int = 1) -> pd.DataFrame:
     events = list(profiler.events())
     spans = [(e.name, e.time_range.start, e.time_range.end) for e in events if e.name in _breakdown.OPERATIONS]
     counts = dict.fromkeys(_breakdown.OPERATIONS, 0)
-    views = ("view", "reshape", "expand", "slice", "select", "transpose", "unsqueeze", "split", "detach", "alias", "as_strided")
     for e in events:
-        outermost = e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")
-        if e.name.startswith("aten::") and outermost and not any(word in e.name for word in views):
+        if _works(e):
             name = next((n for n, start, end in spans if start <= e.time_range.start <= end), None)
             if name:
                 counts[name] += 1
     layers = loaded.config.num_layers
     each = {name: n / (1 if name == "projection_sample" else layers) for name, n in counts.items()}
     return pd.DataFrame({"operators, plain": {k: round(v) for k, v in each.items()}, "kernels, fused": 1})
+
+
+_VIEWS = ("view", "reshape", "expand", "slice", "select", "transpose", "unsqueeze", "split", "detach", "alias", "as_strided")
+
+
+def _works(event: Any) -> bool:
+    """Whether a profiler's event is an operator that a reader would count: called by nobody else, and more than a view."""
+    outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::")
+    return bool(event.name.startswith("aten::") and outermost and not any(word in event.name for word in _VIEWS))
+
+
+def operators(call: Any, *arguments: Any) -> int:
+    """How many PyTorch operators a call takes."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    call(*arguments)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        call(*arguments)
+    return sum(map(_works, profiler.events()))
 
 
 def launch_curve(lab: Lab, sizes: Iterable[int]) -> pd.DataFrame:
