@@ -46,7 +46,9 @@ class FusedOps(DispatchedOps):
         self.prefetch, self.measured = prefetch, measured
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
-        self._rings: dict[tuple[str, int, int], RingTile | None] = {}
+        self.ring_tiles: dict[
+            tuple[str, int, int], RingTile | None
+        ] = {}  # by operation, outputs and k, as they are first asked for
 
     def tile(self, op: str, weight: torch.Tensor, batch: int) -> ProductTile:
         key = (op, *weight.shape, batch)
@@ -66,10 +68,10 @@ class FusedOps(DispatchedOps):
         if norm is not None and norm.bias is not None:
             return None
         key = (op, weight.shape[0], k)
-        if key not in self._rings:
+        if key not in self.ring_tiles:
             tile = ring_tile(self.tuning, *key) if self.measured else ring_rule(k)
-            self._rings[key] = tile and replace(tile, pdl=self.pdl)
-        return self._rings[key]
+            self.ring_tiles[key] = tile and replace(tile, pdl=self.pdl)
+        return self.ring_tiles[key]
 
     @property
     def rings(self) -> Any:

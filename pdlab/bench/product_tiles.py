@@ -1,0 +1,219 @@
+"""The tiles of the fused decode kernels, swept: products of several rows one by one, rings of single rows in whole steps.
+
+`latency` of a product is microseconds a call in a graph over rotated weights, its sizes as parameters named tile_…; the fastest
+right one of each operation, shape and batch goes to tuning/<device>.json ("product_tiles"). A ring of weights reaches across
+the border between kernels, so what counts is a whole step of a model: `step_latency`, one row a way of sizing the rings, with
+and without the next product's weights asked into L2. The fastest way without goes to the table ("ring_tiles").
+
+Needs a GPU of capability 8.0, the rings 9.0. Most of the time goes into compiling; what the budget does not reach is marked as
+skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from pdlab.kernels.product_tiles import ProductTile, RingTile, product_rule, ring_rule
+from pdlab.models.catalogue import config_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from pdlab.bench.suites import Context
+    from pdlab.kernels.tuning import Tuning
+    from pdlab.models.config import ModelConfig
+
+NAME = "product_tiles"
+HELP = "sweep of the fused decode kernels' tile sizes; writes the device's tuning table"
+
+MODELS = ("llama-3-8b", "llama-1b")
+BATCHES = (8, 32, 64)
+TOKENS = 512  # in the cache of a step
+BIG = ("norm_mlp_up", "down_residual", "projection_sample")
+
+
+def shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, k) of each product of a layer, and of the vocabulary."""
+    return {
+        "norm_qkv_rope": (c.q_size + 2 * c.kv_size, c.hidden_size),
+        "out_residual": (c.hidden_size, c.q_size),
+        "norm_mlp_up": (2 * c.ffn_size, c.hidden_size),
+        "down_residual": (c.hidden_size, c.ffn_size),
+        "projection_sample": (c.vocab_size, c.hidden_size),
+    }
+
+
+def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> Iterator[ProductTile]:
+    """The rule's tile, and others that keep 64 KB or more a multiprocessor on their way."""
+    rule = product_rule(tuning, op, outputs, k, batch)
+    yield rule
+    columns = 16 if batch <= 16 else 32 if batch <= 32 else 64
+    for rows, tile_k, stages, warps in (
+        (64, 128, 4, 4), (64, 128, 5, 4), (64, 128, 3, 4), (64, 256, 3, 4), (32, 256, 4, 4), (64, 64, 6, 4), (128, 64, 4, 8),
+        (128, 128, 3, 8),
+    ):  # fmt: skip
+        if stages * (rows + columns) * tile_k * 2 > tuning.shared_bytes - (4 << 10) or rows * columns > 2048 * warps:
+            continue
+        tiles = -(-outputs // rows)
+        most = 3 * tuning.multiprocessors
+        splits = [s for s in (1, 2, 4, 8) if tiles * s <= most and k // (tile_k * s) >= 2 and 4 * tiles * s >= most] or [1]
+        for split in splits:
+            for ahead in (512, 1024) if rule.pdl else (0,):  # columns asked into L2 before the wait
+                if ahead <= k // split:
+                    tile = replace(rule, rows=rows, k=tile_k, split=split, warps=warps, stages=stages, fetch=ahead // tile_k)
+                    if tile != rule:
+                        yield tile
+
+
+def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
+    """Ways of sizing the rings: a whole multiprocessor's memory, half of it, or half for the small products alone."""
+
+    def half(op: str, k: int) -> RingTile:
+        return RingTile(1, max(2, min(6, ((104 << 10) - 2 * k) // (16 << 10))))
+
+    return {
+        "whole": lambda op, k: ring_rule(k),
+        "half": half,
+        "mixed": lambda op, k: ring_rule(k) if op in BIG else half(op, k),
+        "whole, ahead 4": lambda op, k: replace(ring_rule(k), ahead=4),
+        "half, ahead 4": lambda op, k: replace(half(op, k), ahead=4),
+    }
+
+
+def run(ctx: Context) -> None:
+    from pdlab.kernels.dispatch import why_not
+    from pdlab.kernels.tuning import Tuning
+
+    if reason := why_not("triton", ctx.machine.capability) or (None if ctx.machine.is_gpu else "tiles are timed on a GPU"):
+        ctx.record.skip("latency", "us", reason, params={})
+        return
+    tuning = Tuning.of_device()
+    for name in MODELS:
+        if tuning.capability == (9, 0):
+            _sweep_rings(ctx, name)
+        _sweep_products(ctx, config_of(name), tuning)
+
+
+def _sweep_products(ctx: Context, config: ModelConfig, tuning: Tuning) -> None:
+    from pdlab.bench import _attention
+
+    for op, (outputs, k) in shapes(config).items():
+        if op == "projection_sample":
+            continue
+        made = []
+        for batch in BATCHES:
+            sweep = Product(ctx, config, op, outputs, k, batch)
+            times = [(us, tile) for tile in product_candidates(tuning, op, outputs, k, batch) if (us := sweep.time(tile))]
+            if times:
+                us, best = min(times, key=lambda x: x[0])
+                ctx.say(f"  {config.name} {op} {batch}: {best} {us:.1f} us")
+                sizes = {"tile_k" if name == "k" else name: value for name, value in asdict(best).items()}
+                made.append({"op": op, "outputs": outputs, "k": k, "min_batch": 2, "max_batch": batch, **sizes})
+        if made:
+            _attention.write_table(ctx, "product_tiles", made, {"op": op, "outputs": outputs, "k": k})
+
+
+class Product:
+    """One product of several rows: its inputs, what is right, and a row for each tile."""
+
+    def __init__(self, ctx: Context, config: ModelConfig, op: str, outputs: int, k: int, batch: int) -> None:
+        import torch
+
+        from pdlab.hardware.timing import L2Rotation
+        from pdlab.kernels.products import Workspace
+
+        self.ctx, self.op = ctx, op
+        self.params = {"op": op, "outputs": outputs, "k": k, "batch": batch, "model": config.name, "dtype": ctx.dtype}
+        g = torch.Generator(ctx.device).manual_seed(ctx.seed)
+
+        def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (scale * torch.randn(shape, generator=g, device=ctx.device)).to(getattr(torch, ctx.dtype))
+
+        self.x, self.residual = rand(batch, k), rand(batch, outputs)
+        self.workspace = Workspace(torch.device(ctx.device))
+        self.rotation = L2Rotation(lambda i: (rand(outputs, k, scale=k**-0.5),), outputs * k * self.x.element_size())
+        self.weight = self.rotation.sets[0][0]
+        product = self.x.double() @ self.weight.double().T
+        gate, value = product.chunk(2, -1)
+        self.truth = {
+            "norm_qkv_rope": product,
+            "norm_mlp_up": gate * gate.sigmoid() * value,
+        }.get(op, product + self.residual.double())
+
+    def call(self, weight: torch.Tensor, tile: ProductTile) -> torch.Tensor:
+        """The operation behind its norm; QKV without rotation and cache, which read next to nothing."""
+        from pdlab.kernels.norm_product import NOTHING, SWIGLU, norm_product
+        from pdlab.kernels.ops import NormWeights
+        from pdlab.kernels.residual_product import residual_product
+
+        if self.op.endswith("residual"):
+            return residual_product(self.x, weight, None, self.residual, tile, self.workspace)
+        activation = SWIGLU if self.op == "norm_mlp_up" else NOTHING
+        unread = NormWeights(self.x, None, 0.0)  # x is normed
+        return norm_product(self.x, unread, weight, None, activation, tile, self.workspace, normed=True)
+
+    def time(self, tile: ProductTile) -> float | None:
+        """Microseconds of one tile, also written as a row; None where it has none."""
+        from pdlab.bench import _decode
+        from pdlab.hardware.timing import graph_time_us
+
+        params = self.params | {f"tile_{name}": value for name, value in asdict(tile).items()}
+        if self.ctx.left() <= 0:
+            self.ctx.record.skip("latency", "us", "the time budget ran out", params=params)
+            return None
+        try:
+            _decode.check(f"{self.op} with {tile}", self.call(self.weight, tile), self.truth)
+            timings = graph_time_us(lambda w: self.call(w, tile), rotation=self.rotation, n=9, warmup=1, budget_ms=15)
+        except Exception as error:  # out of shared memory or registers: not a tile for this device
+            self.ctx.record.skip("latency", "us", f"{type(error).__name__}: {error}"[:200], params=params)
+            return None
+        self.ctx.record.add("latency", timings, params=params)
+        return timings.median
+
+
+def _sweep_rings(ctx: Context, name: str) -> None:
+    """Steps of one request by each way of sizing the rings, with and without prefetch."""
+    from pdlab.bench import _attention
+    from pdlab.bench.prefill_vs_decode import _load
+
+    loaded, best = _load(f"random:{name}", ctx), (float("inf"), "")
+    ways = ring_ways()
+    for way, size in ways.items():
+        for prefetch in (False, True) if "ahead" not in way else (True,):
+            ms = _step(ctx, loaded, way, size, prefetch)
+            if ms is not None and not prefetch:
+                best = min(best, (ms, way))
+    if best[1]:
+        for op, (outputs, k) in shapes(loaded.config).items():
+            tile = asdict(ways[best[1]](op, k))
+            entry = {"op": op, "outputs": outputs, "k": k, **{n: v for n, v in tile.items() if n != "pdl"}}
+            _attention.write_table(ctx, "ring_tiles", [entry], {"op": op, "outputs": outputs, "k": k})
+
+
+def _step(ctx: Context, loaded: Any, way: str, size: Callable[[str, int], RingTile], prefetch: bool) -> float | None:
+    """Milliseconds between the ends of successive steps, two in flight; also written as a row."""
+    from pdlab.bench import _breakdown
+    from pdlab.bench import _stages as stages
+    from pdlab.hardware.timing import summarize
+
+    params = {"model": loaded.config.name, "tokens": TOKENS, "dtype": ctx.dtype, "rings": way, "prefetch": prefetch}
+    if ctx.left() <= 0:
+        ctx.record.skip("step_latency", "ms", "the time budget ran out", params=params)
+        return None
+    switches = stages.ALL if prefetch else stages.ALL - {"prefetch"}
+    try:
+        with _breakdown.step_of(loaded, switches, TOKENS) as (executor, plan):
+            ops = executor.model.ops
+            for op, (outputs, k) in shapes(loaded.config).items():
+                ops.ring_tiles[op, outputs, k] = replace(size(op, k), pdl=ops.pdl)
+            _breakdown.run_steps(executor, [plan(i) for i in range(4)], 1)
+            seconds = _breakdown.run_steps(executor, [plan(i) for i in range(4, 60)], 2)
+    except Exception as error:
+        ctx.record.skip("step_latency", "ms", f"{type(error).__name__}: {error}"[:200], params=params)
+        return None
+    timings = summarize([s * 1e3 for s in seconds], "ms")
+    ctx.record.add("step_latency", timings, params=params)
+    ctx.say(f"  {loaded.config.name} rings {way}{', prefetch' if prefetch else ''}: {timings.median:.3f} ms a step")
+    return timings.median

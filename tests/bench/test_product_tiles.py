@@ -1,0 +1,93 @@
+"""The sweep of decode tiles: candidates that a device can hold, right answers before times, and a table that is found again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdlab.bench import product_tiles
+from pdlab.hardware import timing
+from pdlab.hardware.timing import summarize
+from pdlab.kernels.product_tiles import ProductTile, ring_rule
+from pdlab.kernels.tuning import Tuning
+from pdlab.models.catalogue import config_of
+
+H200 = Tuning("no-such-device", (9, 0), 132, 50 << 20)
+L4 = Tuning("no-such-device", (8, 9), 58, 48 << 20)
+
+
+@pytest.mark.parametrize("tuning", [H200, L4], ids=["capability 9.0", "capability 8.9"])
+@pytest.mark.parametrize("batch", product_tiles.BATCHES)
+def test_candidates_fit_the_device_and_cover_all_of_k(tuning: Tuning, batch: int) -> None:
+    for op, (outputs, k) in product_tiles.shapes(config_of("llama-3-8b")).items():
+        found = list(product_tiles.product_candidates(tuning, op, outputs, k, batch))
+        assert len(found) > 2
+        assert len(set(found)) == len(found), "nothing is timed twice"
+        columns = max(16, batch)
+        for tile in found:
+            assert tile.stages * (tile.rows + columns) * tile.k * 2 < tuning.shared_bytes
+            assert tile.fetch * tile.k * tile.split <= k
+            assert tile.pdl == (tuning.capability >= (9, 0))
+
+
+def test_rings_leave_shared_memory_for_x_and_a_whole_one_for_no_second() -> None:
+    for way, size in product_tiles.ring_ways().items():
+        for k in (1024, 2048, 4096, 8192, 11008, 14336):
+            tile = size("out_residual", k)
+            held = tile.panels * tile.stages * (16 << 10) + 2 * k
+            assert held <= 227 << 10
+            assert tile.stages >= 2
+            if way.startswith("half"):
+                assert 2 * held <= 227 << 10, "the next kernel's ring finds room beside"
+        whole = ring_rule(4096)
+        assert 2 * whole.panels * whole.stages * (16 << 10) > 227 << 10
+
+
+class FakeContext:
+    device, dtype, seed = "cpu", "float32", 0
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, object]] = []
+        self.record = self
+
+    def left(self) -> float:
+        return 1.0
+
+    def add(self, metric: str, value: object, **more: object) -> None:
+        self.rows.append((metric, value))
+
+    def skip(self, metric: str, unit: str, why: str, **more: object) -> None:
+        self.rows.append(("skipped", why))
+
+
+@pytest.mark.parametrize("op", ["norm_qkv_rope", "out_residual", "norm_mlp_up", "down_residual"])
+def test_a_wrong_tile_is_not_timed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "graph_time_us", lambda *args, **kw: summarize([3.0], "us"))
+    outputs, k = product_tiles.shapes(config_of("llama-tiny"))[op]
+    context = FakeContext()
+    product = product_tiles.Product(context, config_of("llama-tiny"), op, outputs, k, 4)  # type: ignore[arg-type]
+    right = product.truth.float()
+    tile = ProductTile(64, 128, 1, 0, 0, 4, 4)
+    monkeypatch.setattr(product, "call", lambda weight, tile: right)
+    assert product.time(tile) == 3.0
+    monkeypatch.setattr(product, "call", lambda weight, tile: right + torch.randn_like(right))
+    assert product.time(tile) is None
+    assert [name for name, _ in context.rows] == ["latency", "skipped"]
+    assert "wrong" in str(context.rows[1][1])
+
+
+def test_what_the_sweep_wrote_is_what_a_step_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdlab.kernels import product_tiles as kernels
+
+    where = {"op": "down_residual", "outputs": 4096, "k": 14336}
+    tile = ProductTile(64, 256, 2, 0, 4, 4, 3, pdl=True)
+    sizes = {"rows": 64, "tile_k": 256, "split": 2, "ahead": 0, "fetch": 4, "warps": 4, "stages": 3, "pdl": True}
+    tables = {
+        "product_tiles": [where | {"min_batch": 2, "max_batch": 8} | sizes],
+        "ring_tiles": [where | {"panels": 1, "stages": 4, "ahead": 2}],
+    }
+    monkeypatch.setattr(kernels, "table", lambda device: tables)
+    assert kernels.product_tile(H200, batch=8, **where) == tile
+    assert kernels.product_tile(H200, batch=9, **where) == kernels.product_rule(H200, batch=9, **where)
+    assert kernels.ring_tile(H200, **where) == kernels.RingTile(1, 4, ahead=2)
+    assert kernels.ring_tile(H200, **where | {"op": "out_residual"}) == ring_rule(14336)
