@@ -19,7 +19,9 @@ from pdlab.scheduler.interface import Policy
 from pdlab.scheduler.policies import Lazily, Remembered
 
 LEAST_CHUNK = 256  # tokens: less of a large prompt at a time costs more than it gives
-LARGE_STEP = 0.6  # of a full step of ordinary prompts: what a step with a large one may take, and twice that at `patience`
+LARGE_STEP = (
+    1.5  # full steps of ordinary prompts: what a step with a large one may take; far in, its tokens cost several times as much
+)
 
 
 def first_token_due(request: Request, ttft_s: float) -> float:
@@ -56,8 +58,8 @@ class EarliestDeadline(Policy):
     3. those left out and those already late, shortest first: what the second group leaves of a step is theirs, for the
        sooner they are done the fewer follow them;
     4. the large ones, which could not be in time if they were alone. They get steps in which nobody else's prompt is
-       computed, and no more of one than keeps it shorter than a full step of ordinary prompts, for whoever arrives
-       meanwhile waits for its end. The longer the first of them has waited, the longer their steps may be.
+       computed, and no more of one than keeps it about as short as a full step of ordinary prompts (LARGE_STEP), for
+       whoever arrives meanwhile waits for its end. Less at a time would cost more in all: every step has its own price.
 
     Promise: nobody who arrives later than arrival(r) + patience is served before r, so the bound of AgedShortestFirst holds
     with headstart = patience. Gives up first whose stream is furthest ahead of its own schedule.
@@ -71,7 +73,7 @@ class EarliestDeadline(Policy):
         self._large: set[int] = set()
         self._price: Callable[[PlanShape], float] = lambda shape: 0.0
         self._decodes = PlanShape()  # those of the step that is being planned
-        self._full_step_s = self._large_step_s = 0.0
+        self._large_step_s = 0.0
 
     def order(
         self, waiting: Sequence[Request], running: Sequence[Request], now: float, estimator: Estimator
@@ -100,8 +102,6 @@ class EarliestDeadline(Policy):
         for group in (aged, large):
             group.sort(key=lambda r: (r.arrival_s, r.request_id))
         self._large = {r.request_id for r in large}
-        if large:
-            self._large_step_s = LARGE_STEP * self._full_step_s * (1 + (now - large[0].arrival_s) / self.patience_s)
         order = aged + in_time + [r for _, _, _, r in sorted(late)] + large
         return order, Lazily(lambda: sorted(running, key=self._ahead, reverse=True))
 
@@ -111,9 +111,10 @@ class EarliestDeadline(Policy):
         context = sum(some) * len(running) // max(1, len(some))
         left = max(1, self.step_tokens - len(running))
         self._price, self._decodes = estimator.step_seconds, PlanShape((), len(running), context, 0, len(running))
-        self._full_step_s = self._step_seconds(left, 0)
+        full = self._step_seconds(left, 0)
+        self._large_step_s = LARGE_STEP * full
         alone = estimator.prefill_seconds(self.step_tokens)
-        return max(1.0, self._full_step_s * self.step_tokens / left / max(alone, 1e-9))
+        return max(1.0, full * self.step_tokens / left / max(alone, 1e-9))
 
     def _step_seconds(self, tokens: int, context: int) -> float:
         """Of a step that computes `tokens` of one prompt beside the decodes."""

@@ -206,10 +206,10 @@ def test_a_hopeless_request_makes_room_for_one_that_can_be_in_time():
 
 
 class Priced(Guesses):
-    """A step takes a second, and a hundredth more for each prompt token."""
+    """A step takes a second, and a hundredth more for each prompt token, twice that for every thousand tokens before it."""
 
     def step_seconds(self, shape):
-        return 1.0 + 1e-2 * shape.prefill_tokens
+        return 1.0 + sum(1e-2 * n * (1 + 2e-3 * context) for n, context in shape.prefill)
 
     def prefill_seconds(self, tokens):
         return 1e-2 * tokens
@@ -226,19 +226,20 @@ def test_a_prompt_that_cannot_be_in_time_gets_steps_of_its_own_and_delays_nobody
     assert large.finished
 
 
-def test_a_step_with_a_large_prompt_is_shorter_than_a_full_one_until_patience_runs_short():
+def test_a_step_with_a_large_prompt_takes_little_more_than_a_full_one_until_patience_is_over():
     engine = make_engine(
         Priced(), policy="deadline", max_batch_tokens=1000, page_size=64, capacity=65536, patience_s=10.0,
         ttft_objective_s=1.0,
     )  # fmt: skip
     policy, large = engine.scheduler.policy, add(engine, 3500, 1)
     chunks = []
-    for now in (0.0, 5.0, 9.0):
-        policy.order([large], [], now, engine.estimator)
+    for done in (0, 1000, 2000):
+        large.num_scheduled = done
+        policy.order([large], [], 5.0, engine.estimator)
         chunks.append(policy.chunk(large, 1000, 0))
         assert policy.chunk(large, 900, 100) == 0, "never beside somebody else's prompt"
-    # a full step takes 11 s, so 6.6, 9.9 and 12.54 s
-    assert chunks == [pytest.approx(560, abs=1), pytest.approx(890, abs=1), 1000]
+    # a full step takes 11 s, so at most 16.5 s at 1, 3 and 5 hundredths a token
+    assert chunks == [1000, pytest.approx(516, abs=1), pytest.approx(310, abs=1)]
     policy.order([large], [], 10.0, engine.estimator)
     assert policy.chunk(large, 900, 100) == 900, "whoever waited out patience is served like anybody"
 
