@@ -141,18 +141,18 @@ def activation(X, NORM_W, eps, WD, K: gl.constexpr, NORM: gl.constexpr):
     if NORM:
         for p in gl.static_range(COUNT):
             k = p * PANEL + lane
-            weights = weights + (gl.load(NORM_W + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # noqa: RUF005
+            weights = weights + (gl.load(NORM_W + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     launch_dependents()
     wait_for_the_kernel_before()
     scale = 1.0
     x = ()
     for p in gl.static_range(COUNT):
         k = p * PANEL + lane
-        x = x + (gl.load(X + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # noqa: RUF005
+        x = x + (gl.load(X + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     if NORM:
         squares = gl.zeros([16, PANEL], gl.float32, THREADS)
         for p in gl.static_range(COUNT):
-            here = x[p].to(gl.float32)
+            here = x[p].to(gl.float32)  # type: ignore[var-annotated]
             squares += here * here
             ys.index(p).store((here * weights[p].to(gl.float32)).to(WD.dtype))
         scale = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
