@@ -177,7 +177,7 @@ def _sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int,
 
 
 def run(ctx: Context) -> None:
-    n = 4000 if ctx.full else 120
+    n = 3000 if ctx.full else 120
     if ctx.measures:
         with serving.Session(ctx) as session:
             session.learn(0.1 * ctx.left())
