@@ -23,7 +23,12 @@ from pdlab.models.catalogue import config_of
 
 if TYPE_CHECKING:
     from pdlab.allocators.interface import Allocator
+    from pdlab.bench.suites import Context
 
+NAME = "scheduling_host"
+HELP = "what planning and committing a step of 512 decodes takes this machine's host, the allocator aside"
+
+POLICIES = ("fcfs", "deadline", "sjf_aging")
 RUNNING, STEPS = 512, 400
 DEVICE, MODEL = "nvidia-h200", "qwen3-8b"
 ASKED = (
@@ -91,3 +96,15 @@ def scheduling_us(policy: str = "fcfs", steps: int = STEPS) -> Timings:
         samples.append(1e6 * (scheduling.seconds - before[0] - (asked.seconds - before[1])))
     engine.close()
     return summarize(samples, "us")
+
+
+def record(ctx: Context) -> None:
+    """Rows of each policy; measured, whatever device the rest of a suite speaks of."""
+    for policy in POLICIES:
+        us = scheduling_us(policy)
+        ctx.record.add("scheduling", us, variant=policy, experiment=NAME, running=RUNNING, model=MODEL)
+        ctx.say(f"  {policy}: scheduling {RUNNING} running requests takes {us.median:.0f} us a step")
+
+
+def run(ctx: Context) -> None:
+    record(ctx)

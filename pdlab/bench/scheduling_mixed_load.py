@@ -8,10 +8,9 @@ Three policies run on the real engine at two loads; all of them are simulated fr
 each, on the simulator that the same run calibrates, or that an earlier one did. `load` is a share of the rate at which first
 come, first served admits from a queue that never empties. Everybody has the same batching: prompts in chunks beside decodes.
 
-`scheduling_host` is what planning and committing a step of 512 decodes takes, the allocator aside.
-
 Every measured run is held-out data for two other tables, and is written there too: its steps are priced before they run
-(`estimator_error`), and the same requests are simulated (`simulator_error`).
+(`estimator_error`), and the same requests are simulated (`simulator_error`). What scheduling costs the host goes to
+`scheduling_host`.
 
 `article` stands for the article's scheduler with its ties broken (its own crashes at the first tie, see `article_crash`,
 the milliseconds until then); what it never runs counts as unfinished. Every wait of the policies that bound it is held
@@ -23,11 +22,9 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from pdlab.bench import serving
+from pdlab.bench import scheduling_host, serving
 from pdlab.bench.estimator_error import judge_of, save
 from pdlab.bench.memory_runs import recorder_for
-from pdlab.bench.scheduling_host import MODEL as HOST_MODEL
-from pdlab.bench.scheduling_host import RUNNING, scheduling_us
 from pdlab.bench.serving_outcomes import record_differences, record_outcomes, record_prices
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import PolicyError
@@ -117,14 +114,6 @@ def measure(ctx: Context, session: serving.Session, seconds: float) -> None:
             record_differences(ctx, outcome, imitation.run(config, workload), variant=variant, **params)
 
 
-def host(ctx: Context) -> None:
-    """What scheduling costs this machine's host."""
-    for variant in MEASURED:
-        us = scheduling_us(VARIANTS[variant])
-        ctx.record.add("scheduling_host", us, variant=variant, running=RUNNING, model=HOST_MODEL)
-        ctx.say(f"  {variant}: scheduling {RUNNING} running requests takes {us.median:.0f} us a step, the allocator aside")
-
-
 def sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int) -> None:
     """Every policy at every load on the simulator; n requests a run. A device that is only predicted: the headline."""
     if imitation.kind == "predicted":
@@ -183,7 +172,7 @@ def run(ctx: Context) -> None:
             session.learn(0.1 * ctx.left())
             save(ctx, session)
             measure(ctx, session, (0.3 if ctx.simulates else 0.9) * ctx.left())
-            host(ctx)
+            scheduling_host.record(ctx)
             imitation = serving.Imitation.of(session)
         if ctx.simulates:
             sweep(ctx, ctx.record, imitation, n)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdlab.bench import batching, scheduling_mixed_load, serving, serving_outcomes
+from pdlab.bench import batching, scheduling_host, scheduling_mixed_load, serving, serving_outcomes
 from pdlab.bench.records import Recorder
 from pdlab.bench.suites import Context
 from pdlab.core.config import EngineConfig
@@ -146,6 +146,20 @@ def test_spread_bursts_differ_only_by_their_spread():
     assert {i.prompt_tokens for i in equal} == {256}
     assert len({i.prompt_tokens for i in spread}) > 30
     assert max(i.prompt_tokens for i in spread) <= 8 * 256
+
+
+def test_scheduling_is_timed_without_what_the_allocator_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduling_host, "RUNNING", 24)
+    watch = scheduling_host.Stopwatch()
+    nested = SimpleNamespace(inner=lambda: 1, outer=lambda: nested.inner())
+    watch.watch(nested, "inner")
+    watch.watch(nested, "outer")
+    assert nested.outer() == 1
+    once = watch.seconds
+    assert once > 0
+    us = scheduling_host.scheduling_us("deadline", steps=20)
+    assert us.n == 20
+    assert 0 < us.p10 <= us.median <= us.p90
 
 
 @pytest.mark.slow
