@@ -137,6 +137,8 @@ class FusedOps(DispatchedOps):
         return norm_product(x, w.mlp_norm, w.up, w.up_bias, activation, tile, self.workspace, normed=normed)
 
     def projection_sample(self, x: torch.Tensor, head: HeadWeights, sampling: SamplingBatch) -> SampleResult:
+        if not len(x):  # a step may be a prompt's chunk alone, after which nobody samples
+            return super().projection_sample(x, head, sampling)
         x = x.contiguous()
         if sampling.any_filter or sampling.seen is not None or sampling.num_logprobs >= 0:
             logits = self._project(x, head, LOGITS, sampling)
