@@ -50,6 +50,15 @@ def test_the_crossover_in_concurrency_must_lie_near_the_claimed_one(places: Path
     assert _of("C4").verdict == "not_reproduced"
 
 
+def test_a_crossover_is_one_models(places: Path) -> None:
+    _memory(places, {"contiguous_pool": {10: 5.0, 50: 10.0, 100: 10.0}, "paged": {10: 5.0, 50: 10.0, 100: 10.0}})
+    with _recorder(places, "kv_allocators") as record:
+        for variant, value in (("paged", 90.0), ("contiguous_pool", 10.0)):
+            params = {"concurrency": 100, "model": "another", "workload": "azure_conversation"}
+            record.add("throughput", value, "req/s", variant=variant, params=params)
+    assert _of("C4").verdict == "not_reproduced"
+
+
 def test_what_is_impossible_stays_so_whatever_is_measured_but_shows_it(places: Path) -> None:
     _memory(places, {"per_request": {100: 10.0}, "paged": {100: 16.0}})
     v = _of("C3")

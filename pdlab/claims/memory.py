@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 from pdlab.claims.evidence import (
     NOISE,
     Claim,
@@ -82,12 +80,12 @@ def _span(rows: list[Row]) -> str:
 
 
 def _gains(ev: Evidence, claim: Claim) -> dict[int, tuple[float, Pair]]:
-    """{requests in flight: (median gain of the variant over its baseline, one of the pairs)}, over models and runs."""
+    """{requests in flight: (gain of the variant over its baseline, the pair)} of the model with most such points."""
     f = claim.figures
-    by_load: dict[int, list[Pair]] = {}
+    by_model: dict[str, dict[int, tuple[float, Pair]]] = {}
     for p in ev.pairs(claim.experiment, "throughput", [f["variant"]], [f["baseline"]], {"workload": f["workload"]}):
-        by_load.setdefault(int(p.params["concurrency"]), []).append(p)
-    return {c: (statistics.median(p.gain for p in pairs), pairs[0]) for c, pairs in sorted(by_load.items())}
+        by_model.setdefault(str(p.params.get("model")), {})[int(p.params["concurrency"])] = p.gain, p
+    return dict(sorted(max(by_model.values(), key=len, default={}).items()))
 
 
 def _wins_from(gains: dict[int, tuple[float, Pair]]) -> int | None:
