@@ -315,14 +315,18 @@ def _descriptors(q: torch.Tensor, view: KVView, out: torch.Tensor, block_n: int)
     return [TensorDescriptor.from_tensor(tensor, block, layout) for tensor, block in shapes]
 
 
-def _item_of(tile: HopperTile, view: KVView, group: int, head_dim: int) -> tuple[HopperTile, int, int]:
+def _item_of(
+    tile: HopperTile, view: KVView, heads: int, group: int, head_dim: int, blocks_at_once: int
+) -> tuple[HopperTile, int, int]:
     """The tile to use, and the blocks of 64 query rows and the heads of an item.
 
     Items of more blocks than consumers need their K and V to stay in the ring; where the longest cache is longer (a chunk after
-    a prefix), pairs of consumers walk it in turns.
+    a prefix), pairs of consumers walk it in turns. Heads share an item only where that leaves one for each of the
+    `blocks_at_once` blocks of the grid.
     """
     if tile.blocks and triton.cdiv(view.max_kv, tile.block_n) <= tile.stages:
-        return tile, tile.blocks, math.gcd(tile.share, group)
+        share = math.gcd(tile.share, group)
+        return tile, tile.blocks, share if view.seq_lens.shape[0] * heads >= share * blocks_at_once else 1
     if tile.blocks > tile.consumers:
         tile = replace(tile, consumers=2, block_n=128, stages=256 // head_dim, turns=True, blocks=0)
     return tile, tile.consumers, 1
@@ -350,7 +354,8 @@ def flash_prefill_hopper(
     group, batch = heads // kv_heads, view.seq_lens.shape[0]
     if out is None:
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    tile, blocks, share = _item_of(tile, view, group, head_dim)
+    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    tile, blocks, share = _item_of(tile, view, heads, group, head_dim, multiprocessors)
     kernel = flash_prefill_hopper_kernel
     if tile.blocks:
         from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel
@@ -361,7 +366,7 @@ def flash_prefill_hopper(
     units = heads // share
     held = sum(kv for _, kv in view.host_lens) or batch * view.max_kv
     at_once = units if by_request else group * max(1, min(kv_heads, l2_bytes // (2 * held * head_dim * q.element_size())))
-    programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, most * units)
+    programs = min(multiprocessors, most * units)
     paged = view.kind == "paged"
     kernel[(programs,)](
         *_descriptors(q, view, out, tile.block_n), out, schedule, view.block_table, view.block_table.stride(0),

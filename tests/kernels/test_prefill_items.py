@@ -39,12 +39,18 @@ def test_other_head_sizes_dtypes_and_scattered_heads_are_left_to_the_plain_kerne
 @pytest.mark.parametrize(("group", "share"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
 def test_an_item_takes_heads_that_read_the_same_keys(group: int, share: int) -> None:
     _, view = make_case([256, 20], [256, 20], heads=group, kv_heads=1, dim=64)
-    assert _item_of(ALONE, view, group, 64) == (ALONE, 4, share)
+    assert _item_of(ALONE, view, 32, group, 64, 16) == (ALONE, 4, share)
+
+
+def test_heads_share_an_item_only_where_every_multiprocessor_gets_one() -> None:
+    _, view = make_case([256] * 4, [256] * 4, heads=4, kv_heads=1, dim=64)
+    assert _item_of(ALONE, view, 32, 4, 64, 32)[2] == 4
+    assert _item_of(ALONE, view, 32, 4, 64, 33)[2] == 1
 
 
 def test_items_are_of_several_blocks_only_where_the_longest_cache_fits_the_ring() -> None:
     _, view = make_case([257, 20], [100, 20], heads=4, kv_heads=1, dim=128)
-    tile, blocks, share = _item_of(ALONE, view, 4, 128)
+    tile, blocks, share = _item_of(ALONE, view, 32, 4, 128, 132)
     assert (tile.blocks, tile.consumers, tile.block_n, tile.stages, blocks, share) == (0, 2, 128, 2, 2, 1)
     streaming = replace(ALONE, blocks=3)  # as many blocks as consumers: each has one, nothing needs to stay
-    assert _item_of(streaming, view, 4, 128) == (streaming, 3, 1)
+    assert _item_of(streaming, view, 32, 4, 128, 132) == (streaming, 3, 1)
