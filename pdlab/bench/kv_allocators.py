@@ -24,6 +24,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pdlab.allocators.fragmentation import framework_waste
+from pdlab.bench import memory_kernels
 from pdlab.bench.memory_runs import (
     LONGEST,
     PROMISED,
@@ -203,6 +204,10 @@ def _measure_all(ctx: Context) -> None:
                 _skip(ctx, load, load.variants)
             continue
         before = ctx.left()
+        if _at_full_size(ctx) and before > 40:
+            at_once = memory_kernels.how_many(ctx.machine.memory_bytes)
+            took = memory_kernels.make(name, max(load.concurrency for load in own), at_once=at_once)
+            ctx.say(f"  {name}: kernels made in {took:.0f} s")
         loaded = load_model(f"random:{name}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
         share_of_others = sum(load.share for load in loads[loads.index(own[-1]) + 1 :])
         setup = before - _measure_model(ctx, loaded, own, share_of_others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from pdlab.allocators import make_allocator
 from pdlab.allocators.paged import Paged
-from pdlab.bench import kv_allocators, kv_compaction, kv_operations, memory_runs, prefix_reuse, suites
+from pdlab.bench import kv_allocators, kv_compaction, kv_operations, memory_kernels, memory_runs, prefix_reuse, suites
 from pdlab.bench.memory_runs import LONGEST, PROMISED, Pace, conversation, with_shared_prefixes
 from pdlab.bench.records import Recorder
 from pdlab.core.config import ALLOCATORS, EngineConfig
@@ -75,6 +76,20 @@ def test_rehearsals_hold_long_and_short_chunks_alone_and_beside_batches_of_every
     assert seen == {(rows, kind) for rows in (1, 32, 256, 512) for kind in ("decode", "short", "long")}
 
 
+def test_kernels_are_made_for_both_memories_and_all_sizes_of_batch_and_nothing_waits_for_a_process_that_hangs() -> None:
+    sizes = (1, 2, 4, 8, *range(16, 101, 8), 100)
+    tasks = memory_kernels.tasks(sizes)
+    paged = {int(n) for memory, task in tasks if memory == "paged" and task != "shapes" for n in task.split(",")}
+    assert paged == set(sizes)
+    assert {(m, "shapes") for m in ("paged", "contiguous_pool")} < set(tasks)
+    for task in ("shapes", "1,4"):
+        memory_kernels.work("llama-tiny", "contiguous_pool", 6, task)
+    hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert 0.3 <= memory_kernels.make("llama-tiny", 24, at_once=3, patience_s=0.3, command=hangs) < 20
+    assert memory_kernels.make("llama-tiny", 24, at_once=3, patience_s=60, command=[sys.executable, "-c", "1/0"]) < 60
+    assert memory_kernels.how_many(1) == 1
+
+
 def test_the_pace_of_prompts_is_that_of_full_chunks() -> None:
     steps = [(2048, 0.050), (2048, 0.052), (70, 0.012), (0, 0.010), (0, 0.011), (0, 0.030)]
     trace = [SimpleNamespace(t_start=0.0, t_end=seconds, prefill_tokens=n) for n, seconds in steps]
@@ -115,6 +130,7 @@ def test_the_first_load_leaves_the_others_time_at_half_their_lengths_and_what_ha
     monkeypatch.setattr(kv_allocators, "_at_full_size", lambda ctx: True)
     monkeypatch.setattr(kv_allocators, "DIVISORS", (64,))
     monkeypatch.setattr(kv_allocators, "_compare_equals", lambda *args: None)
+    monkeypatch.setattr(memory_kernels, "make", lambda *args, **how: 0.0)
     monkeypatch.setattr(kv_allocators, "_pace", lambda *args: Pace(1e-3, 1e-2, 0.0))
     monkeypatch.setattr(kv_allocators, "_fitted", fitted)
     monkeypatch.setattr(suites.Context, "left", lambda self: 8.0)
