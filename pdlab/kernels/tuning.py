@@ -166,7 +166,7 @@ class Tuning:
             return None
         tile = self._measured(HopperTile, "prefill_hopper", head_dim=head_dim, queries=queries, **facts)
         if tile is None:
-            return hopper_rule(head_dim)
+            return hopper_rule(head_dim, queries)
         return tile if tile.consumers else None
 
     def _measured(self, kind: type[Tile], name: str, **facts: Any) -> Tile | None:
@@ -207,9 +207,15 @@ def ring_rule(capability: tuple[int, int], shared_bytes: int, head_dim: int) -> 
     return DecodeRing(4, stages, blocks, pdl=capability >= (9, 0))
 
 
-def hopper_rule(head_dim: int) -> HopperTile:
-    """Two consumers of 64 rows, tiles of 128 keys, as many as the shared memory of capability 9.0 holds beside the queries."""
-    return HopperTile(2, 128, 2 if head_dim == 128 else 4)
+def hopper_rule(head_dim: int, queries: int) -> HopperTile | None:
+    """Short prompts: independent consumers, each with blocks of 64 rows of its own over K and V that stay in the ring; longer
+    ones: pairs that take turns over tiles of 128 keys. None for head size 64, whose tiles were not yet held against float64 on
+    a GPU for chunks after prefixes: there only a table, which `pdlab bench attention_tiles` makes, turns the kernels on."""
+    if head_dim != 128:
+        return None
+    if queries <= 256:
+        return HopperTile(2, 64, 5, turns=False, blocks=4, share=4)
+    return HopperTile(3, 64, 4, turns=False, blocks=3) if queries <= 512 else HopperTile(2, 128, 2)
 
 
 def prefill_rule(capability: tuple[int, int], head_dim: int, queries: int) -> PrefillTile:

@@ -95,9 +95,14 @@ def rates(
         if str(line.get_label()).startswith("the floor"):
             line.set_color(INK)
     ax.set(xscale="log", xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12 * float(lines["y"].max())))
-    plain_ticks(ax.xaxis, lines["x"], limit=11)
+    plain_ticks(ax.xaxis, _doubled(lines["x"]), limit=11)
     figure.legend(handles=handles, loc="outside right center")
     return figure
+
+
+def _doubled(lengths: Any) -> list[float]:
+    """Those that are powers of two, for ticks: others are too near to have a number of their own."""
+    return [n for n in lengths if float(np.log2(n)).is_integer()]
 
 
 def floors(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str, xlabel: str) -> LabFigure:
@@ -118,27 +123,30 @@ def floors(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str, xlabe
     return figure
 
 
-def crossover(lines: pd.DataFrame, mark: float, *, claim: str, footer: str) -> LabFigure:
-    """How many times faster fused attention is than plain over the length; below 1 plain attention wins. `mark`: the claim."""
+def crossover(panels: Mapping[str, pd.DataFrame], mark: float, *, claim: str, footer: str) -> LabFigure:
+    """How many times faster fused attention is than plain over the length, a panel a machine; below 1 plain attention wins.
+    `mark`: the length that is claimed."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    figure, axes = canvas(claim, footer, size=(9.2, 4.4))
-    ax = axes[0, 0]
-    handles = draw_lines(ax, lines)
-    low, high = min(0.5, 0.8 * float(lines["y"].min())), 1.4 * float(lines["y"].max())
-    ax.axhspan(low, 1, color=RULE, alpha=0.55, linewidth=0)
-    ax.axhline(1, color=INK, linewidth=1.1)
-    ax.text(float(lines["x"].max()), 0.97, "plain attention wins", ha="right", va="top", color=FAINT, fontsize=9)
-    ax.axvline(mark, color=FAINT, linewidth=1.0, linestyle=":")
-    ax.annotate(f"the article's {mark:g}", (mark, 0.98), xycoords=("data", "axes fraction"), xytext=(5, -3), va="top",
-                textcoords="offset points", color=FAINT, fontsize=8.5)  # fmt: skip
-    ax.set(xscale="log", yscale="log", ylim=(low, high), xlabel="tokens a prompt", ylabel="plain time / fused time")
+    figure, axes = canvas(claim, footer, size=(9.2, 4.4), columns=len(panels), sharey=True)
+    values = np.concatenate([lines["y"].to_numpy(float) for lines in panels.values()])
+    low, high = min(0.5, 0.8 * values.min()), 1.4 * values.max()
     ticks = [t for t in (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
-    ax.set_yticks(ticks)
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    plain_ticks(ax.xaxis, lines["x"])
-    figure.legend(handles=handles, loc="outside right center")
+    for ax, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        handles = draw_lines(ax, lines)
+        ax.axhspan(low, 1, color=RULE, alpha=0.55, linewidth=0)
+        ax.axhline(1, color=INK, linewidth=1.1)
+        ax.text(float(lines["x"].max()), 0.96, "plain attention wins", ha="right", va="top", color=FAINT, fontsize=9)
+        ax.axvline(mark, color=FAINT, linewidth=1.0, linestyle=":")
+        ax.set(title=title, xscale="log", yscale="log", ylim=(low, high), xlabel="tokens a prompt")
+        ax.set_yticks(ticks)
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        plain_ticks(ax.xaxis, _doubled(lines["x"]), limit=7)
+    axes[0, 0].set_ylabel("plain time / fused time")
+    for line in handles:
+        line.set_label(str(line.get_label()).removesuffix(", recorded"))
+    figure.legend(handles=handles, loc="outside right center", fontsize=8.5)
     return figure
 
 
@@ -226,13 +234,14 @@ def recorded_prefill(table: pd.DataFrame, device: str, tokens: int = 16384) -> L
     """Throughput over length of this project's kernels and their rivals, 32 heads of 128, prompts of `tokens` in all."""
     usual: dict[str, Any] = {"heads": 32, "kv_heads": 32, "head_dim": 128}
     table = table[table["metric"].isin(["throughput", "floor_throughput"]) & (table["batch"] * table["seq_len"] > tokens * 0.9)]
-    names = ["ours", "cudnn", "fa3", "fa2", "article"]
+    own = tables.best(table, ("ours", "ours_plain"))
+    names = [own, "cudnn", "fa3", "fa2", "article"]
     lines = tables.lines(table, "throughput", names, "recorded", floor="floor_throughput", **usual)
     of = tables.pivot(table, "throughput", **usual)
-    beside = of.drop(columns=["ours", "article", "torch_math"], errors="ignore").max(axis=1)
+    beside = of.drop(columns=[own, "article", "torch_math"], errors="ignore").max(axis=1)
     claim = (
-        f"{device}: ahead of every rival at {int((of['ours'] >= beside).sum())} of {len(of)} lengths; "
-        f"{of['ours'].max():.0f} TFLOP/s at best, the fastest rival {beside.max():.0f}"
+        f"{device}: {tables.NAMES[own]} is ahead of every rival at {int((of[own] >= beside).sum())} of {len(of)} lengths; "
+        f"{of[own].max():.0f} TFLOP/s at best, the fastest rival {beside.max():.0f}"
     )
     return rates(lines, claim=claim, footer=_footer(table, device))
 

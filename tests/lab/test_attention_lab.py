@@ -125,7 +125,7 @@ def test_gains_keep_launched_calls_and_single_prompts_apart(tmp_path: Path) -> N
     assert found["many prompts", 256] == pytest.approx(20)
     assert found["one prompt", 256] == pytest.approx(20)
     assert found["one prompt, launched by itself", 256] == pytest.approx(0.5)
-    whole(attention_figures.crossover(gains, 512, claim="A claim", footer="recorded"))
+    whole(attention_figures.crossover({"here": gains, "there": gains}, 512, claim="A claim", footer="recorded"))
 
 
 def test_a_table_without_rows_says_how_to_get_them() -> None:
