@@ -84,9 +84,7 @@ def prefill_tiles(shared_bytes: int, head_dim: int, depths: tuple[int, ...] = (2
 
 def hopper_tiles(head_dim: int, length: int) -> Iterator[HopperTile]:
     """Pairs of consumers that take turns over tiles of 128 keys, and for short prompts independent ones whose items' K and V
-    stay in the ring; an item's `share` of heads is cut to what its group has.
-
-    Three consumers in turns (once=True) are left out: at head size 64 and 2,048 tokens they hung."""
+    stay in the ring; an item's `share` of heads is cut to what its group has."""
     from pdlab.kernels.tuning import HopperTile
 
     pairs = HopperTile(2, 128, 2 if head_dim == 128 else 4)
@@ -104,6 +102,7 @@ def hopper_tiles(head_dim: int, length: int) -> Iterator[HopperTile]:
     if length > HOPPER_QUERIES[1] and head_dim == 64:
         yield replace(pairs, once=True)
     if length > HOPPER_QUERIES[2] and head_dim == 64:
+        yield replace(pairs, consumers=3, once=True)
         yield replace(pairs, polynomial=8)
 
 
