@@ -1,4 +1,5 @@
-"""Compiles the kernels of the decode suites in several processes, before a recording: alone it would wait for each in turn.
+"""Compiles the kernels of the decode or of the attention suites in several processes, before a recording: alone it would wait
+for each in turn.
 
     python -m pdlab.bench.compile_ahead --processes 12 --seconds 30
     pdlab bench decode_single_stream --record --budget 100
@@ -102,7 +103,16 @@ def jobs() -> dict[str, Callable[[Context], None]]:
     return found
 
 
-def work(part: int, parts: int, seconds: float) -> None:
+def jobs_of(what: str) -> dict[str, Callable[[Context], None]]:
+    if what == "decode":
+        return jobs()
+    from pdlab.bench import _attention_ahead
+    from pdlab.kernels.tuning import Tuning
+
+    return _attention_ahead.jobs(Tuning.of_device())
+
+
+def work(part: int, parts: int, seconds: float, what: str = "decode") -> None:
     """Every `parts`-th job from `part` on, until the time is over; a job that fails is named and left."""
     import tempfile
     from pathlib import Path
@@ -115,7 +125,7 @@ def work(part: int, parts: int, seconds: float) -> None:
         raise DeviceUnavailable("there is no GPU to compile for", "run this where the recording will run")
     recorder = Recorder("compile_ahead", machine.slug, out=Path(tempfile.gettempdir()))
     context = Context(machine, "full", recorder, seconds, say=lambda line: None)
-    for name, job in list(jobs().items())[part::parts]:
+    for name, job in list(jobs_of(what).items())[part::parts]:
         if time.monotonic() - started > seconds:
             print(f"not reached: {name}", flush=True)
             continue
@@ -133,12 +143,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no process begins another kernel")
     parser.add_argument("--part", type=int, help="be one of the processes: this one of --processes")
+    parser.add_argument("--what", choices=("decode", "attention"), default="decode", help="whose kernels")
     given = parser.parse_args(arguments)
     if given.part is not None:
-        work(given.part, given.processes, given.seconds)
+        work(given.part, given.processes, given.seconds, given.what)
         return 0
     command = [sys.executable, "-m", "pdlab.bench.compile_ahead", "--processes", str(given.processes)]
-    command += ["--seconds", str(given.seconds), "--part"]
+    command += ["--seconds", str(given.seconds), "--what", given.what, "--part"]
     running = [subprocess.Popen([*command, str(i)]) for i in range(given.processes)]
     return max(process.wait() for process in running)
 

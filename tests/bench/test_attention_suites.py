@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     _attention._ceilings.cache_clear()
     monkeypatch.setattr(ceilings, "measure", lambda *args, **kwargs: Ceilings(1e10, 1e10, 1e11, "measured"))
     monkeypatch.setattr(attention_decode, "_SMOKE", [(2, 40, 16), (2, 33, 0)])
-    monkeypatch.setattr(attention_prefill, "LENGTHS", {"smoke": (17, 40)})
-    monkeypatch.setattr(attention_prefill, "TOKENS", {"smoke": 40})
-    monkeypatch.setattr(attention_prefill, "SHORT", {"smoke": ()})
-    monkeypatch.setattr(attention_prefill, "ALONE", {"smoke": (40,)})
-    monkeypatch.setattr(attention_dispatch, "_CELLS", {"smoke": [("prefill", 24, 2), ("decode", 40, 3)]})
+    monkeypatch.setitem(attention_prefill.LENGTHS, "smoke", (17, 40))
+    monkeypatch.setitem(attention_prefill.TOKENS, "smoke", 40)
+    monkeypatch.setitem(attention_prefill.SHORT, "smoke", ())
+    monkeypatch.setitem(attention_prefill.ALONE, "smoke", (40,))
+    monkeypatch.setitem(attention_dispatch._CELLS, "smoke", [("prefill", 24, 2), ("decode", 40, 3)])
     monkeypatch.setattr(attention_stability, "TILES", (32,))
 
 
@@ -66,8 +67,11 @@ def test_a_single_prompt_is_also_timed_launched_by_itself(tmp_path: Path) -> Non
     }
 
 
+BACKEND = _attention.backend
+
+
 def _wrong(q: torch.Tensor, view: Any) -> torch.Tensor:
-    return _attention.backend("plain", q, view, len(view.host_lens))(q, view) * 1.001
+    return BACKEND("plain", q, view, len(view.host_lens))(q, view) * 1.001
 
 
 def test_a_wrong_kernel_is_not_timed() -> None:
@@ -316,6 +320,48 @@ def test_every_work_has_tiles_to_compare_and_shapes_are_not_swept_twice() -> Non
             assert all(len(set(made)) == len(made) for made in swept)
             assert sum(map(len, swept)) < 140
             assert capability != (9, 0) or all(swept)
+
+
+def test_kernels_are_compiled_ahead_once_each_and_for_every_suite() -> None:
+    from pdlab.bench import _attention_ahead as ahead
+    from pdlab.kernels.tuning import HopperTile, Tuning
+
+    pairs = HopperTile(2, 128, 2)
+    same = [replace(pairs, by_request=4096), replace(pairs, share=4)]
+    others = [replace(pairs, once=True), replace(pairs, turns=False), replace(pairs, blocks=3), replace(pairs, consumers=3)]
+    key = ahead.compiled_for("prefill_hopper", pairs)
+    assert all(ahead.compiled_for("prefill_hopper", tile) == key for tile in same)
+    assert len({ahead.compiled_for("prefill_hopper", tile) for tile in [pairs, *others]}) == 5
+    names = list(ahead.jobs(Tuning("x", (9, 0), 132, 50 << 20)))
+    for kind in (
+        "prefill_hopper",
+        "decode_ring",
+        "decode 128 page",
+        "prefill 128 page",
+        "decode 32/8",
+        "prefill 32/32",
+        "dispatch",
+        "stability",
+    ):
+        assert any(name.startswith(kind) for name in names), kind
+    assert len(names) < 250
+    assert names[0].startswith("prefill_hopper")  # the longest first
+
+
+def test_a_job_that_compiles_ahead_also_checks(tmp_path: Path) -> None:
+    from pdlab.bench import _attention_ahead as ahead
+    from pdlab.bench.records import Recorder
+
+    machine = suites.resolve_device("cpu")
+    context = suites.Context(machine, "smoke", Recorder("x", machine.slug, out=tmp_path), 1.0)
+    params = {"heads": 6, "kv_heads": 2, "head_dim": 16}
+    ahead._chosen(context, [33, 9], [33, 1], params, 4)
+    _attention.backend, real = lambda *rest: _wrong, _attention.backend
+    try:
+        with pytest.raises(AssertionError, match="attention is wrong"):
+            ahead._chosen(context, [33, 9], [33, 1], params, 4)
+    finally:
+        _attention.backend = real
 
 
 def test_the_suites_on_a_machine_without_a_gpu_say_why_tiles_are_not_swept(tmp_path: Path) -> None:
