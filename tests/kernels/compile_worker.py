@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from pdlab.kernels.addressing import padded_head
 from pdlab.kernels.flash_decode import flash_decode_kernel
 from pdlab.kernels.flash_prefill import flash_prefill_kernel
-from pdlab.kernels.tuning import DecodeRing, DecodeTile, PrefillTile, Tuning
+from pdlab.kernels.tuning import DecodeRing, DecodeTile, PrefillTile, Tuning, _tile
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 GROUP, PAGE, LANES = 4, 16, 32
@@ -94,9 +94,12 @@ def compile_ring(tile: DecodeRing, capability: tuple[int, int], head: int, group
 
 
 def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) -> dict[str, Any]:
+    """A job of kind {entry of a table, as JSON} compiles what that entry names."""
     tuning = Tuning("no-such-device", capability, 132, 50 << 20)
+    entry = json.loads(kind) if kind.startswith("{") else {}
+    kind = entry.get("kind", kind).replace("decode_ring", "ring")
     if kind == "ring":
-        ring = tuning.ring(head, tokens)
+        ring = _tile(DecodeRing, entry) if entry else tuning.ring(head, tokens)
         assert ring is not None
         built = compile_ring(ring, capability, head, tokens)
         answer = {
@@ -107,7 +110,10 @@ def compile_job(kind: str, capability: tuple[int, int], head: int, tokens: int) 
         }
         return answer | resources(built.asm["cubin"])
     kernel = flash_decode_kernel if kind == "decode" else flash_prefill_kernel
-    tile = tuning.decode(head, tokens * GROUP) if kind == "decode" else tuning.prefill(head, tokens, PAGE)
+    if entry:
+        tile = _tile(DecodeTile if kind == "decode" else PrefillTile, entry)
+    else:
+        tile = tuning.decode(head, tokens * GROUP) if kind == "decode" else tuning.prefill(head, tokens, PAGE)
     types = POINTERS | {"scale_log2": "fp32"}
     built = ahead_of_time(kernel, ASTSource, constants(kind, tile, head, tokens), types, capability, tile.warps)
     blocks = getattr(tile, "blocks_per_sm", 1)

@@ -23,6 +23,22 @@ SHIPPED += [("prefill", (9, 0), head, 256) for head in (64, 128)]
 RARE: list[Job] = [(kind, capability, head, tokens) for capability in ((8, 0), (8, 9), (9, 0))
         for kind, head, tokens in (("decode", 256, 1), ("prefill", 256, 4096), ("decode", 80, 1), ("prefill", 80, 256),
                                    ("decode", 128, 4), ("decode", 64, 16), ("ring", 128, 7), ("ring", 64, 1))]  # fmt: skip
+
+
+def _of_the_table(name: str, capability: tuple[int, int]) -> list[Job]:
+    """A job for each kernel that a shipped table names, but for the warp-specialized prefill kernels, which have their own."""
+    entries = json.loads((Path(pdlab.kernels.__file__).parents[2] / "data" / "tuning" / f"{name}.json").read_text())
+    kept = [e for e in entries.get("attention_tiles", []) if e["kind"] in ("decode", "decode_ring", "prefill")]
+    bounds = ("max_batch", "max_kv", "max_rows", "max_queries", "min_queries", "group", "least")
+    tiles = dict.fromkeys(json.dumps({k: v for k, v in e.items() if k not in bounds}, sort_keys=True) for e in kept)
+    found: list[Job] = []
+    for text in tiles:
+        tile = json.loads(text)
+        found.append((text, capability, tile["head_dim"], {"decode": 1, "decode_ring": 4, "prefill": 4096}[tile["kind"]]))
+    return found
+
+
+SHIPPED += _of_the_table("nvidia-h200", (9, 0))
 # The reserve that CUDA keeps of each block's shared memory (CUDA programming guide, compute capabilities)
 RESERVED = 1024
 REGISTERS = 65536
@@ -30,6 +46,9 @@ REGISTERS = 65536
 
 def label(job: Job) -> str:
     kind, (major, minor), head, tokens = job
+    if kind.startswith("{"):
+        tile = json.loads(kind)
+        kind = "table-" + tile.pop("kind") + "-" + "-".join(f"{k}={v}" for k, v in tile.items() if k != "head_dim")
     return f"{kind}-sm_{major}{minor}-hd={head}-q={tokens}"
 
 
