@@ -183,6 +183,21 @@ def test_measured_rows_are_preferred_to_simulated_ones_and_these_are_marked(plac
     assert (v.verdict, v.ours["kind"], v.ours["value"]) == ("partly", "measured", 10)
 
 
+def test_a_scheduler_that_leaves_requests_unanswered_has_no_tail(places: Path) -> None:
+    with _recorder(places, "scheduling_mixed_load") as record:
+        for variant, ms, lost in (("fcfs", 100.0, 0), ("article", 20.0, 12), ("sjf", 90.0, 0)):
+            record.add("end_to_end", ms, "ms", variant=variant, kind="simulated", quantile=99, load=0.9)
+            record.add(
+                "ttft", ms / 10 if variant == "sjf" else ms, "ms", variant=variant, kind="simulated", quantile=99, load=0.9
+            )
+            record.add("unfinished", lost, "count", variant=variant, kind="simulated", load=0.9)
+    v = _of("F1")
+    assert v.ours is not None
+    assert (v.verdict, v.ours["value"]) == ("partly", 10)
+    assert "article is left out" in v.reason
+    assert "ttft is 91 % lower" in v.reason
+
+
 def _attention(places: Path, gains: dict[int, float]) -> None:
     with _recorder(places, "attention_prefill") as record:
         for n, gain in gains.items():

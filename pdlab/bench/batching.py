@@ -7,25 +7,32 @@ All requests are there at once, so the order of arrival decides nothing but who 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlab.bench import serving
+from pdlab.bench.memory_runs import recorder_for
 from pdlab.bench.serving_outcomes import record_outcomes
 from pdlab.core.config import EngineConfig
 from pdlab.core.plan import PlanShape
+from pdlab.costs.calibration import cost_model
 from pdlab.costs.formulas import step_flops
+from pdlab.models.catalogue import config_of
 from pdlab.models.config import ModelConfig
 from pdlab.scheduler.static_batching import padding_flops
 from pdlab.workloads.generators import all_at_once, lognormal, make
-from pdlab.workloads.replay import Outcome
+from pdlab.workloads.replay import Outcome, replay, simulated_engine
 from pdlab.workloads.workload import Workload
 
 if TYPE_CHECKING:
+    from pdlab.bench.records import Recorder
     from pdlab.bench.suites import Context
 
 NAME = "batching"
 HELP = "one at a time, static, the article's sorted batches, continuous: throughput and padding by length spread"
 
+SIMULATES = True
+SIMULATED = ("nvidia-h200",)  # devices, for who only simulates
+MODEL, REQUESTS, BUDGET = "llama-1b", 192, 8192  # on a GPU
 SPREADS = (1.0, 0.0, 0.5, 1.5)
 VARIANTS = ("static", "article", "article_mended", "continuous", "continuous_chunked", "one_at_a_time")
 
@@ -53,13 +60,53 @@ def config_for(base: EngineConfig, batching: str, budget: int) -> EngineConfig:
 
 
 def run(ctx: Context) -> None:
-    model = "llama-1b" if ctx.full else "llama-tiny"
-    shrink, n = (1, 192) if ctx.full else (16, 24)
-    scale, budget = serving.scale_of(ctx), 8192 // shrink
+    if not ctx.measures:
+        for device in SIMULATED:
+            with recorder_for(ctx, device) as record:
+                _simulate(ctx, record, device)
+        return
+    model = MODEL if ctx.full else "llama-tiny"
+    shrink, n = (1, REQUESTS) if ctx.full else (16, 24)
+    scale, budget = serving.scale_of(ctx), BUDGET // shrink
     config = scale.config.with_(max_batch_tokens=budget, static_batch_tokens=budget)
     with serving.Session(ctx, serving.Scale(model, scale.long_tokens, shrink, config), batching="static") as session:
         session.warm()
         _measure(ctx, session, n, budget)
+
+
+def _count(batching: str, n: int) -> int:
+    """One at a time needs no crowd to show its rate."""
+    return max(4, n // 8) if batching == "one_at_a_time" else n
+
+
+def _record(
+    record: Recorder,
+    model: ModelConfig,
+    outcome: Outcome,
+    estimator: Any,
+    config: EngineConfig,
+    kind: str,
+    params: dict[str, Any],
+) -> None:
+    settings = {"requests": outcome.ended, "budget": config.static_batch_tokens}
+    record_outcomes(record, [outcome], estimator, config, variant=config.batching, kind=kind, settings=settings, **params)
+    tokens, flops = padding_shares(model, outcome)
+    record.add("padding_tokens", tokens, "percent", variant=config.batching, kind=kind, params=params)
+    record.add("padding_flops", flops, "percent", variant=config.batching, kind=kind, params=params)
+
+
+def _simulate(ctx: Context, record: Recorder, device: str) -> None:
+    base = EngineConfig(simulated_device=device, seed=ctx.seed)
+    kind = "simulated" if cost_model(config_of(MODEL), device).source == "recorded" else "predicted"
+    for spread in SPREADS:
+        for batching in VARIANTS:
+            config = config_for(base, batching, BUDGET)
+            engine = simulated_engine(MODEL, config)
+            outcome = replay(engine, burst(_count(batching, REQUESTS), spread, 1, ctx.seed), keep=True)
+            engine.close()
+            params = {"load": 1.0, "workload": f"spread_{spread:g}", "model": MODEL}
+            _record(record, engine.model, outcome, engine.estimator, config, kind, params)
+            ctx.say(f"  {kind}: {batching}, spread {spread:g}: {outcome.throughput:.1f} requests/s")
 
 
 def _measure(ctx: Context, session: serving.Session, n: int, budget: int) -> None:
@@ -72,17 +119,7 @@ def _measure(ctx: Context, session: serving.Session, n: int, budget: int) -> Non
                     if not warm:
                         ctx.record.skip("throughput", "req/s", "the time budget ran out", variant=batching, params=params)
                     continue
-                # one at a time needs no crowd to show its rate
-                count = max(4, n // 8) if batching == "one_at_a_time" or warm else n
                 config = config_for(session.config, batching, budget)
-                outcome = session.real(config, burst(count, spread, shrink, ctx.seed))
-                if warm:
-                    continue
-                settings = {"requests": count, "budget": budget}
-                record_outcomes(
-                    ctx.record, [outcome], session.estimator, config, variant=batching, kind="measured", settings=settings,
-                    **params,
-                )  # fmt: skip
-                tokens, flops = padding_shares(session.model, outcome)
-                ctx.record.add("padding_tokens", tokens, "percent", variant=batching, params=params)
-                ctx.record.add("padding_flops", flops, "percent", variant=batching, params=params)
+                outcome = session.real(config, burst(_count(batching, n // 8 if warm else n), spread, shrink, ctx.seed))
+                if not warm:
+                    _record(ctx.record, session.model, outcome, session.estimator, config, "measured", params)
