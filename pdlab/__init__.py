@@ -7,9 +7,15 @@ torch is missing or broken.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# torch's CPU threads wait by spinning. As soon as another process holds a core, whoever is waited for has been put aside and
+# the others burn its turn: on two busy cores a decode step takes ten times as long. Asleep, they lose some microseconds a
+# wait. It counts only if it is said before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # name -> module that defines it; resolved on first access
 _LAZY = {

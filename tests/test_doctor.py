@@ -108,3 +108,12 @@ for argv in (["claims", "--json"], ["model", "list", "--json"], ["bench", "--lis
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("said", "holds"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_of_the_cpu_wait_asleep_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], holds: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    done = run_python("import os, pdlab; print(os.environ['OMP_WAIT_POLICY'])", **said)
+    assert done.stdout.strip() == holds

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral, Real
-
-import numpy as np
 
 from pdlab.core.config import SamplingParams
 from pdlab.core.errors import WorkloadError
@@ -55,14 +53,12 @@ class Item:
     pieces: tuple[tuple[int, int], ...] = ()  # made-up prompts begin with these (content id, tokens); equal ids, equal tokens
 
     def __post_init__(self) -> None:
-        """What the engine's door checks of a request (parameters, priority, deadlines) is left to it."""
+        """What the engine's door checks of a request (its prompt, parameters, priority, deadlines) is left to it."""
         if not (_is_number(self.arrival_s) and 0 <= self.arrival_s < math.inf):
             raise WorkloadError(f"an item arrives at {self.arrival_s!r} s", "use a finite time, 0 or later")
         if not _is_whole(self.prompt_tokens) or (self.prompt is None and self.prompt_tokens < 1):
             what = "an item has no prompt and" if self.prompt is None else "an item has"
             raise WorkloadError(f"{what} prompt_tokens={self.prompt_tokens!r}", "give a prompt, or a whole number from 1 on")
-        if not (self.prompt is None or isinstance(self.prompt, str | Sequence | np.ndarray)):
-            raise WorkloadError(f"an item's prompt is {self.prompt!r}", "use text, a list of token ids, or None")
         if self.pieces and not _fit(self.pieces, self.prompt_tokens):
             what = f"pieces={self.pieces} in a prompt of {self.prompt_tokens}"
             raise WorkloadError(what, "make them fit: (content id, tokens) each, whole numbers, from 1 token on")

@@ -135,7 +135,6 @@ def test_longest_bounds_prompt_plus_output():
         lambda: Item("0", prompt_tokens=5),
         lambda: Item(None, prompt_tokens=5),
         lambda: Item(float("nan"), prompt_tokens=5),
-        lambda: Item(0.0, prompt=5),
         lambda: g.ties(3).scaled(0),
     ],
 )
