@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,18 @@ def test_every_pinned_version_satisfies_its_range(repository: Path, requirements
             continue
         version = str(pins[name].specifier).removeprefix("==")
         assert requirement.specifier.contains(version), f"{name}: {version} is pinned but {requirement.specifier} is asked for"
+
+
+def test_every_pin_can_be_installed_on_the_oldest_python_that_is_promised(project: dict, repository: Path) -> None:
+    """A pin of a package that asks for 3.11.5 stops `make run` on a Python 3.11.2, which distributions ship."""
+    oldest = f"{project['requires-python'].removeprefix('>=')}.0"
+    pinned = {
+        canonicalize_name(x.partition("==")[0]) for x in (repository / "constraints.txt").read_text().splitlines() if "==" in x
+    }
+    here = {canonicalize_name(d.metadata["Name"]): d.metadata["Requires-Python"] for d in metadata.distributions()}
+    assert len(pinned & set(here)) > 20
+    too_new = {name: here[name] for name in pinned & set(here) if here[name] and oldest not in SpecifierSet(here[name])}
+    assert not too_new
 
 
 @pytest.mark.parametrize(
