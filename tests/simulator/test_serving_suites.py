@@ -170,3 +170,12 @@ def test_a_serving_suite_runs_on_this_machine(suite, tmp_path):
     outcome, recorder = suites.run(suite, out=tmp_path, budget_s=10.0, device="cpu", profile="smoke")
     assert outcome.rows > 0
     assert any(r.ok and r.kind == "measured" for r in recorder.rows)
+
+
+def test_a_budget_that_is_spent_before_it_begins_still_measures_one_case(tmp_path):
+    ctx = context(tmp_path, budget_s=0.0)
+    with ctx.record as recorder:
+        batching.run(ctx)
+    measured = [row for row in recorder.rows if row.ok and row.metric == "throughput"]
+    assert [row.params["workload"] for row in measured] == ["spread_1"]
+    assert sum(not row.ok for row in recorder.rows) == len(batching.VARIANTS) * len(batching.SPREADS) - 1
