@@ -62,7 +62,7 @@ def find(name: str) -> list[Path]:
         for pattern in patterns:
             if pattern.endswith(".ipynb") and (hits := sorted(folder.glob(pattern))):
                 return hits
-    series = ", ".join(path.stem for path in folder.glob("[0-9]*.ipynb")) if folder else ""
+    series = ", ".join(path.stem for path in sorted(folder.glob("[0-9]*.ipynb"))) if folder else ""
     hint = f"the series has: {series}" if series else "give the path of an .ipynb file"
     raise NotebookError(f"there is no notebook {name!r}", hint)
 
@@ -104,6 +104,9 @@ def read_batch(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise NotebookError(f"{str(path)!r} holds a {type(content).__name__}", "it should map parameter names to values")
     if "runs" not in content:
+        for name, value in content.items():  # a list of runs under a misspelt name would pass as a parameter
+            if isinstance(value, list) and any(isinstance(x, dict) and "notebook" in x for x in value):
+                raise NotebookError(f"{str(path)!r} lists its runs under {name!r}", "call that entry `runs`")
         return {"parameters": content}
     if unknown := set(content) - {"profile", "timeout", "runs"}:
         raise NotebookError(f"{str(path)!r} has unknown entries {sorted(unknown)}", "a batch has profile, timeout and runs")

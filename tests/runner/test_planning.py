@@ -246,3 +246,17 @@ def test_a_refusal_is_exit_code_2_and_one_json_document(note: Path, capsys: pyte
     assert main(["run", str(note), "--profile", "smoke", "--dry-run", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 1
     assert not (note.parent / "ran").exists()
+
+
+def test_a_misspelt_list_of_runs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "night.yml").write_text("profile: smoke\nrunz:\n  - notebook: 01\n")
+    with pytest.raises(NotebookError, match="'runz'.*`runs`"):
+        jobs.read_batch(tmp_path / "night.yml")
+
+
+def test_the_series_is_named_in_order() -> None:
+    with pytest.raises(NotebookError) as error:
+        jobs.find("99")
+    names = error.value.hint.partition(": ")[2].split(", ")
+    assert names == sorted(names)
+    assert len(names) > 5
