@@ -250,7 +250,7 @@ def test_a_refusal_is_exit_code_2_and_one_json_document(note: Path, capsys: pyte
 
 def test_a_misspelt_list_of_runs_is_named(tmp_path: Path) -> None:
     (tmp_path / "night.yml").write_text("profile: smoke\nrunz:\n  - notebook: 01\n")
-    with pytest.raises(NotebookError, match="'runz'.*`runs`"):
+    with pytest.raises(NotebookError, match=r"'runz'.*`runs`"):
         jobs.read_batch(tmp_path / "night.yml")
 
 
