@@ -9,6 +9,7 @@
     two_steps    two steps in flight: the host plans in the shadow of the device
     ours         all of them
     prefetch     besides: each kernel asks for the first weights of the next one, into L2; off unless asked for
+    persistent   besides: all layers as one kernel that asks for weights across its waits (Hopper); off unless asked for
 
 A variant is a set of switches. It is called by what it has (`with_graph_attention`) or by the only one it lacks
 (`without_graph`);`unfused_graph` is the plain operations in a CUDA graph, the fairest of the simple baselines.
@@ -43,7 +44,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ring": {"weight_ring": True},
     "two_steps": {"steps_in_flight": 2},
 }
-BESIDES: dict[str, dict[str, Any]] = {"prefetch": {"weight_prefetch": True}}  # not among what is on by default
+BESIDES: dict[str, dict[str, Any]] = {  # not among what is on by default
+    "prefetch": {"weight_prefetch": True},
+    "persistent": {"persistent_decode": True},
+}
 OF_FUSED = ("dependent", "ring")  # techniques of the fused operations, without which they change nothing
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)

@@ -95,6 +95,7 @@ class EngineConfig:
     weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn
     weight_prefetch: bool = False  # rings ask for the next product's weights, into the L2 cache
     measured_tiles: bool = True  # tiles from the device's tuning table, else by rules
+    persistent_decode: bool = False  # single rows: all layers as one kernel (Hopper, LLaMA-like layers); not yet measured
 
     # batching and scheduling
     batching: str = "continuous_chunked"
@@ -161,7 +162,7 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
-        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs"):
+        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs", "persistent_decode"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
         steps = self.steps_in_flight
         _check(_is_int(steps) and steps in (1, 2), "steps_in_flight", steps, "use 1 or 2")

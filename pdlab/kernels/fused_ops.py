@@ -27,6 +27,7 @@ from pdlab.kernels.residual_product import residual_product
 from pdlab.kernels.row_kernels import norm_rows, rope_rows, silu_product
 
 if TYPE_CHECKING:
+    from pdlab.kernels.persistent_decode import Stack
     from pdlab.kernels.ring_kernels import Following
 
 
@@ -35,15 +36,21 @@ class FusedOps(DispatchedOps):
 
     fused = True  # who else works beside these operations may use kernels too
 
-    def __init__(self, *args: Any, pdl: bool = True, ring: bool = True, prefetch: bool = False, measured: bool = True) -> None:
+    def __init__(
+        self, *args: Any, pdl: bool = True, ring: bool = True, prefetch: bool = False, measured: bool = True,
+        persistent: bool = False,
+    ) -> None:  # fmt: skip
         """The techniques one by one, each where the device has it; to change one later set the attribute before the first step.
 
         `pdl`: programmatic dependent launch. `ring`: single rows by a ring of weights in shared memory. `prefetch`: rings ask
-        for weights of the next product, into L2. `measured`: tiles from the device's table, else by the rule.
+        for weights of the next product, into L2. `measured`: tiles from the device's table, else by the rule. `persistent`: all
+        layers of a step with one row as one kernel.
         """
         super().__init__(*args)
         self.pdl, self.ring = pdl and self.tuning.capability >= (9, 0), ring and self.tuning.capability == (9, 0)
         self.prefetch, self.measured = prefetch, measured
+        self.persistent = persistent and self.tuning.capability == (9, 0)
+        self._stacks: dict[int, tuple[list[LayerWeights], Stack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
         self.ring_tiles: dict[
@@ -89,6 +96,20 @@ class FusedOps(DispatchedOps):
     def _normed(self, x: torch.Tensor, norm: NormWeights, tile: ProductTile) -> tuple[torch.Tensor, bool]:
         """x as the product's kernel wants it, and whether it is normed already: several rows are."""
         return (x, False) if len(x) == 1 else (norm_rows(x, norm, pdl=tile.pdl), True)
+
+    def layer_stack(
+        self, x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable | None, view: KVView
+    ) -> torch.Tensor | None:
+        """All layers by the persistent kernel, `view` over all of them; None where it does not fit, or is not wanted."""
+        if not self.persistent or rope is None or not len(x) == len(view.seq_lens) == view.max_q == 1:
+            return None
+        if id(layers) not in self._stacks:
+            from pdlab.kernels.persistent_decode import stack_of
+
+            self._stacks[id(layers)] = layers, stack_of(layers, self.model.head_dim)
+        stack = self._stacks[id(layers)][1]
+        alike = x.dtype == view.k.dtype == layers[0].qkv.dtype and view.k.is_contiguous() and view.v.is_contiguous()
+        return stack(x.contiguous(), rope, view) if stack is not None and alike else None
 
     def norm_qkv_rope(self, x: torch.Tensor, w: LayerWeights, rope: RopeTable | None, view: KVView) -> torch.Tensor:
         if len(x) > MAX_ROWS:

@@ -64,6 +64,9 @@ class Model:
 
     def through_layers(self, x: torch.Tensor, view: KVView) -> torch.Tensor:
         """The same from the embedded tokens x [T, H]."""
+        stack = getattr(self.ops, "layer_stack", None)  # operations that may know better than one after the other
+        if stack is not None and (done := stack(x, self.layers, self.rope, view)) is not None:
+            return done
         for i, w in enumerate(self.layers):
             layer = view.layer(i)
             q = self.ops.norm_qkv_rope(x, w, self.rope, layer)

@@ -1,0 +1,128 @@
+"""Small stacks of layers on which the persistent decode kernel is held against the plain operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pdlab.kernels.kv_view import KVView
+from pdlab.kernels.ops import LayerWeights, NormWeights, RopeTable
+from pdlab.kernels.persistent_decode import Stack, StackTile
+from pdlab.kernels.reference import ReferenceOps
+
+
+@dataclass
+class StackCase:
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    ffn: int = 128
+    length: int = 21  # tokens in the cache, the new one included
+    page: int = 8
+    kind: str = "paged"
+    dtype: str = "float32"
+    device: str = "cpu"
+    programs: int = 1
+    parts: int = 1  # of a head's cache; they need no program each
+    tile: dict[str, Any] | None = None
+    seed: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim
+
+    def make(self) -> tuple[torch.Tensor, list[LayerWeights], RopeTable, KVView]:
+        g = torch.Generator().manual_seed(self.seed)
+        dtype = getattr(torch, self.dtype)
+
+        def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (scale * torch.randn(shape, generator=g)).to(dtype).to(self.device)
+
+        def linear(rows: int, columns: int) -> torch.Tensor:
+            return rand(rows, columns, scale=columns**-0.5)
+
+        def norm() -> NormWeights:
+            return NormWeights(1 + rand(self.hidden, scale=0.2), None, 1e-5)
+
+        width, packed = self.heads * self.dim, (self.heads + 2 * self.kv_heads) * self.dim
+        layers = [
+            LayerWeights(
+                norm(), linear(packed, self.hidden), None, None, None, linear(self.hidden, width), None,
+                norm(), linear(2 * self.ffn, self.hidden), None, linear(self.hidden, self.ffn), None,
+            )
+            for _ in range(self.layers)
+        ]  # fmt: skip
+        angle = torch.arange(float(self.length + 5))[:, None] * torch.rand(self.dim // 2, generator=g)
+        rope = RopeTable(angle.cos().to(self.device), angle.sin().to(self.device))
+        return rand(1, self.hidden), layers, rope, self.view(g, rand)
+
+    def view(self, g: torch.Generator, rand: Any) -> KVView:
+        pages = -(-(self.length + 5) // self.page) + 2
+        k, v = (rand(self.layers, pages, self.kv_heads, self.page, self.dim) for _ in "kv")
+        table = torch.randperm(pages, generator=g).to(torch.int32)
+        base, last = 5, self.length - 1
+        slot = int(table[last // self.page]) * self.page + last % self.page if self.kind == "paged" else base + last
+
+        def numbers(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        return KVView(
+            kind=self.kind, page_size=self.page, k=k, v=v, block_table=table[None].to(self.device), base=numbers(base),
+            seq_lens=numbers(self.length, dtype=torch.int32), cu_q=numbers(0, 1, dtype=torch.int32), slots=numbers(slot),
+            positions=numbers(last), max_q=1, max_kv=self.length, host_lens=((1, self.length),),
+        )  # fmt: skip
+
+    def stack(self, layers: list[LayerWeights]) -> Stack:
+        small = {"lines": 32, "segment": 16, "keys": 16, "fetch": False, "patience": 10_000}
+        tile = StackTile(**(small if self.device == "cpu" else {}) | (self.tile or {}))
+        heads = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
+        return Stack(layers, **heads, programs=self.programs, parts=self.parts, tile=tile)
+
+
+def exact(x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable, view: KVView) -> torch.Tensor:
+    """The residual stream by the plain operations; writes the cache of `view`."""
+    ops = ReferenceOps()
+    for i, w in enumerate(layers):
+        here = view.layer(i)
+        x = ops.out_residual(ops.attention(ops.norm_qkv_rope(x, w, rope, here), here), x, w)
+        x = ops.down_residual(ops.norm_mlp_up(x, w), x, w)
+    return x
+
+
+def stack_errors(case: StackCase) -> dict[str, float]:
+    """Largest error of x, K and V as a share of the largest value, over two launches; and what must be zero between them."""
+    x, layers, rope, view = case.make()
+    stack = case.stack(layers)
+    k, v = view.k.clone(), view.v.clone()
+    wanted = exact(x, layers, rope, view)
+    k_wanted, v_wanted = view.k.clone(), view.v.clone()
+    found = {"counters": 0.0}
+    before = x.clone()
+    for _ in range(2):
+        view.k.copy_(k)
+        view.v.copy_(v)
+        got = stack(x, rope, view)
+        for name, mine, right in (("x", got, wanted), ("k", view.k, k_wanted), ("v", view.v, v_wanted), ("input", x, before)):
+            worst = float((mine.double() - right.double()).abs().max() / right.double().abs().max())
+            found[name] = max(found.get(name, 0.0), worst if worst == worst else float("inf"))
+        found["counters"] += float(stack.count.abs().sum() + stack.failed.abs().sum())
+    return found
+
+
+def given_up(case: StackCase) -> dict[str, Any]:
+    """A launch that waits for a program that never comes, and the one after it."""
+    x, layers, rope, view = case.make()
+    stack = case.stack(layers)
+    wanted = stack(x, rope, view)
+    stack.tile = replace(stack.tile, patience=20)
+    stack.count[4] = -1  # one arrival is missing where the second layer begins
+    lost = stack(x, rope, view)
+    after = stack(x, rope, view)
+    return {
+        "lost": bool(lost.isnan().all()), "failed": int(stack.failed), "after": float((after - wanted).abs().max()),
+        "left": int(stack.count.abs().sum()),
+    }  # fmt: skip
