@@ -184,8 +184,8 @@ def over_load(
             ax.set_xticks(sorted(set(table["x"])))
             ax.set_xticklabels([f"{x:g}" for x in sorted(set(table["x"]))])
         if mark is not None:
-            ax.axhline(mark[0], color=INK, linewidth=1.0, linestyle=":")
-            ax.text(ax.get_xlim()[1], mark[0], f"{mark[1]} ", va="top", ha="right", fontsize=8.5, color=FAINT)
+            ax.axhline(mark[0], color=INK, linewidth=1.0, linestyle=":", label=mark[1])
+            ax.legend(loc="upper left", fontsize=8.5)
     axes[0, 0].set_ylabel(ylabel)
     return figure
 
