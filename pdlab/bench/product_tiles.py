@@ -3,7 +3,8 @@
 `latency` of a product is microseconds a call in a graph over rotated weights, its sizes as parameters named tile_…; the fastest
 right one of each operation, shape and batch goes to tuning/<device>.json ("product_tiles"). A ring of weights reaches across
 the border between kernels, so what counts is a whole step of a model: `step_latency`, one row a way of sizing the rings, with
-and without the next product's weights asked into L2. The fastest way without goes to the table ("ring_tiles").
+and without the next product's weights asked into L2. The fastest way without goes to the table ("ring_tiles"). Steps by one
+persistent kernel for all layers are rows of the same kind, whose `rings` begins with persistent.
 
 Needs a GPU of capability 8.0, the rings 9.0. Most of the time goes into compiling; what the budget does not reach is marked as
 skipped.
@@ -174,15 +175,21 @@ class Product:
 
 
 def _sweep_rings(ctx: Context, name: str) -> None:
-    """Steps of one request by each way of sizing the rings, with and without prefetch."""
+    """Steps of one request by each way of sizing the rings, with and without prefetch; then by the persistent kernel."""
     from pdlab.bench import _attention
+    from pdlab.bench import _stages as stages
     from pdlab.bench.prefill_vs_decode import _load
 
     loaded, best = _load(f"random:{name}", ctx), (float("inf"), "")
     ways = ring_ways()
     for way, size in ways.items():
+
+        def prepare(ops: Any, size: Callable[[str, int], RingTile] = size) -> None:
+            for op, (outputs, k) in shapes(loaded.config).items():
+                ops.ring_tiles[op, outputs, k] = replace(size(op, k), pdl=ops.pdl)
+
         for prefetch in (False, True) if "ahead" not in way else (True,):
-            ms = _step(ctx, loaded, way, size, prefetch)
+            ms = _step(ctx, loaded, way, stages.ALL | ({"prefetch"} if prefetch else set()), prepare)
             if ms is not None and not prefetch:
                 best = min(best, (ms, way))
     if best[1]:
@@ -190,26 +197,58 @@ def _sweep_rings(ctx: Context, name: str) -> None:
             tile = asdict(ways[best[1]](op, k))
             entry = {"op": op, "outputs": outputs, "k": k, **{n: v for n, v in tile.items() if n != "pdl"}}
             _attention.write_table(ctx, "ring_tiles", [entry], {"op": op, "outputs": outputs, "k": k})
+    _sweep_persistent(ctx, loaded)
 
 
-def _step(ctx: Context, loaded: Any, way: str, size: Callable[[str, int], RingTile], prefetch: bool) -> float | None:
-    """Milliseconds between the ends of successive steps, two in flight; also written as a row."""
-    from pdlab.bench import _breakdown
+def persistent_ways() -> dict[str, dict[str, int]]:
+    """Settings of the persistent kernel to time: how far ahead weights are asked for, and stages from L2 to shared memory."""
+    ways = {f"ahead_{ahead}": {"ahead": ahead} for ahead in (8, 0, 4, 6, 10, 12)}
+    return ways | {"stages_3": {"stages": 3}, "stages_5": {"stages": 5}, "keys_32": {"keys": 32}}
+
+
+def _sweep_persistent(ctx: Context, loaded: Any) -> None:
+    """Steps of one request by all layers as one kernel: `rings` says persistent and how."""
     from pdlab.bench import _stages as stages
+    from pdlab.kernels.persistent_decode import StackTile
+
+    for way, settings in persistent_ways().items():
+
+        def prepare(ops: Any, settings: dict[str, int] = settings) -> None:
+            ops.stack_tile = StackTile(**settings)
+
+        def check(ops: Any) -> None:
+            if [stack is not None and not int(stack.failed) for _, stack in ops.stacks.values()] != [True]:
+                raise RuntimeError("the persistent kernel did not run, or a wait in it gave up")
+
+        _step(ctx, loaded, f"persistent_{way}", stages.ALL | {"persistent"}, prepare, check)
+
+
+def _step(
+    ctx: Context,
+    loaded: Any,
+    way: str,
+    switches: frozenset[str],
+    prepare: Callable[[Any], None],
+    check: Callable[[Any], None] | None = None,
+) -> float | None:
+    """Milliseconds between the ends of successive steps, two in flight; also written as a row. `prepare` and `check` are given
+    the model's operations, before the first step and after the last."""
+    from pdlab.bench import _breakdown
     from pdlab.hardware.timing import summarize
 
+    prefetch = "prefetch" in switches
     params = {"model": loaded.config.name, "tokens": TOKENS, "dtype": ctx.dtype, "rings": way, "prefetch": prefetch}
     if ctx.left() <= 0:
         ctx.record.skip("step_latency", "ms", "the time budget ran out", params=params)
         return None
-    switches = stages.ALL if prefetch else stages.ALL - {"prefetch"}
     try:
         with _breakdown.step_of(loaded, switches, TOKENS) as (executor, plan):
             ops = executor.model.ops
-            for op, (outputs, k) in shapes(loaded.config).items():
-                ops.ring_tiles[op, outputs, k] = replace(size(op, k), pdl=ops.pdl)
+            prepare(ops)
             _breakdown.run_steps(executor, [plan(i) for i in range(4)], 1)
             seconds = _breakdown.run_steps(executor, [plan(i) for i in range(4, 60)], 2)
+            if check is not None:
+                check(ops)
     except Exception as error:
         ctx.record.skip("step_latency", "ms", f"{type(error).__name__}: {error}"[:200], params=params)
         return None

@@ -27,7 +27,7 @@ from pdlab.kernels.residual_product import residual_product
 from pdlab.kernels.row_kernels import norm_rows, rope_rows, silu_product
 
 if TYPE_CHECKING:
-    from pdlab.kernels.persistent_decode import Stack
+    from pdlab.kernels.persistent_decode import Stack, StackTile
     from pdlab.kernels.ring_kernels import Following
 
 
@@ -50,7 +50,8 @@ class FusedOps(DispatchedOps):
         self.pdl, self.ring = pdl and self.tuning.capability >= (9, 0), ring and self.tuning.capability == (9, 0)
         self.prefetch, self.measured = prefetch, measured
         self.persistent = persistent and self.tuning.capability == (9, 0)
-        self._stacks: dict[int, tuple[list[LayerWeights], Stack | None]] = {}  # by the list of layers, which is kept alive
+        self.stack_tile: StackTile | None = None  # None: the default; read where a model's first step is made
+        self.stacks: dict[int, tuple[list[LayerWeights], Stack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
         self.ring_tiles: dict[
@@ -103,11 +104,11 @@ class FusedOps(DispatchedOps):
         """All layers by the persistent kernel, `view` over all of them; None where it does not fit, or is not wanted."""
         if not self.persistent or rope is None or not len(x) == len(view.seq_lens) == view.max_q == 1:
             return None
-        if id(layers) not in self._stacks:
+        if id(layers) not in self.stacks:
             from pdlab.kernels.persistent_decode import stack_of
 
-            self._stacks[id(layers)] = layers, stack_of(layers, self.model.head_dim)
-        stack = self._stacks[id(layers)][1]
+            self.stacks[id(layers)] = layers, stack_of(layers, self.model.head_dim, self.stack_tile)
+        stack = self.stacks[id(layers)][1]
         alike = x.dtype == view.k.dtype == layers[0].qkv.dtype and view.k.is_contiguous() and view.v.is_contiguous()
         return stack(x.contiguous(), rope, view) if stack is not None and alike else None
 

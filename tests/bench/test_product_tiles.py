@@ -11,6 +11,7 @@ from pdlab.hardware.timing import summarize
 from pdlab.kernels.product_tiles import ProductTile, ring_rule
 from pdlab.kernels.tuning import Tuning
 from pdlab.models.catalogue import config_of
+from pdlab.models.loading import load
 
 H200 = Tuning("no-such-device", (9, 0), 132, 50 << 20)
 L4 = Tuning("no-such-device", (8, 9), 58, 48 << 20)
@@ -91,3 +92,11 @@ def test_what_the_sweep_wrote_is_what_a_step_gets(monkeypatch: pytest.MonkeyPatc
     assert kernels.product_tile(H200, batch=9, **where) == kernels.product_rule(H200, batch=9, **where)
     assert kernels.ring_tile(H200, **where) == kernels.RingTile(1, 4, ahead=2)
     assert kernels.ring_tile(H200, **where | {"op": "out_residual"}) == ring_rule(14336)
+
+
+def test_a_step_in_which_the_persistent_kernel_did_not_run_gives_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it cannot; the settings all name fields of its tile."""
+    monkeypatch.setattr(product_tiles, "TOKENS", 40)
+    context = FakeContext()
+    product_tiles._sweep_persistent(context, load("random:llama-tiny", dtype="float32"))  # type: ignore[arg-type]
+    assert [metric for metric, _ in context.rows] == ["skipped"] * len(product_tiles.persistent_ways())

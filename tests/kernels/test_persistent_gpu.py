@@ -73,7 +73,7 @@ def answer(persistent: bool) -> Any:
     with LLM("random:llama-1b", EngineConfig(persistent_decode=persistent, **settings)) as llm:
         params = SamplingParams(max_tokens=48, ignore_eos=True, logprobs=2)
         output = llm.generate([list(range(1, 60))], params)[0]
-        stacks = llm.engine.executor.model.ops._stacks if persistent else {}
+        stacks = llm.engine.executor.model.ops.stacks if persistent else {}
         return output, stacks
 
 
