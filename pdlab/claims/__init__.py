@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,15 +74,17 @@ def read_claims(path: Path | None = None) -> list[Claim]:
         raise MeasurementError(f"{path} cannot be read: {error}", "restore data/claims.csv from git") from error
 
 
-def judge(device: str = DEFAULT_DEVICE, extra: Path | None = None, path: Path | None = None) -> list[Verdict]:
-    """Every claim's verdict, from the records of `device` (and those under `extra`)."""
+def judge(
+    device: str = DEFAULT_DEVICE, extra: Path | None = None, path: Path | None = None, ids: Sequence[str] | None = None
+) -> list[Verdict]:
+    """Every claim's verdict, or those of `ids` alone, from the records of `device` (and those under `extra`)."""
     tables.check_name(device, "device")
     if device not in tables.devices(extra) and device != DEFAULT_DEVICE:
         known = ", ".join(tables.devices(extra)) or "none yet"
         raise MeasurementError(f"nothing was recorded on {device!r}", f"devices with measurements: {known}")
     evidence = Evidence(device, extra)
     verdicts = []
-    for claim in read_claims(path):
+    for claim in (c for c in read_claims(path) if ids is None or c.id in ids):
         rule = RULES.get(claim.rule)
         if rule is None:
             raise MeasurementError(f"claim {claim.id} names the rule {claim.rule!r}", f"rules: {', '.join(RULES)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from pdlab.bench.records import Recorder, Row
+    from pdlab.bench.records import Row
     from pdlab.kernels.ops import NormWeights
     from pdlab.lab.session import Lab
     from pdlab.models.config import ModelConfig
@@ -51,7 +51,7 @@ def together(device: str, experiment: str, metric: str, **where: Any) -> pd.Data
 def missing(table: pd.DataFrame, device: str, experiment: str) -> bool:
     """Whether a table is empty; says so, and what would fill it."""
     if len(table) == 0:
-        print(f"nothing was recorded yet: pdlab bench {experiment} --record, on {device}, fills this")
+        print(f"not shown, since it is not recorded yet: pdlab bench {experiment} --record, on {device}, adds it")
     return len(table) == 0
 
 
@@ -203,6 +203,11 @@ def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
 # --- launches
 
 
+def tiny_of(config: ModelConfig) -> str:
+    """The tiny random model of the same family, which takes the same operators in a layer."""
+    return f"random:{'gpt2' if config.family == 'gpt2' else 'llama'}-tiny"
+
+
 def operator_calls(loaded: Loaded, batch: int = 1) -> pd.DataFrame:
     """How many PyTorch operators one layer's decode takes when nothing is fused, by model operation; counted live."""
     import pandas as pd
@@ -246,34 +251,6 @@ def operators(call: Any, *arguments: Any) -> int:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         call(*arguments)
     return sum(map(_works, profiler.events()))
-
-
-def launch_curve(lab: Lab, sizes: Iterable[int]) -> pd.DataFrame:
-    """Time of y = x + 1 on vectors of so many bytes, as lines for figures.latency: called from Python, on a GPU also in a CUDA
-    graph, and the bytes over the copy bandwidth. Vectors take turns, so that they come from memory and not from a cache."""
-    import pandas as pd
-    import torch
-
-    from pdlab.hardware.timing import L2Rotation, graph_time_us, time_ms
-
-    dtype, rows = getattr(torch, lab.dtype), []
-    for size in sizes:
-        n = max(1, size // itemsize_of(lab.dtype))
-
-        def pair(i: int, n: int = n) -> tuple[Any, ...]:
-            return tuple(torch.ones(n, dtype=dtype, device=lab.device) for _ in "xy")
-
-        def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return torch.add(x, 1, out=y)
-
-        rotation = L2Rotation(pair, 2 * size, l2_bytes=None if lab.machine.is_gpu else 64 << 20)
-        took = {"called from Python": time_ms(add, rotation=rotation, device=lab.device, n=200, budget_ms=60).scaled(1e3, "us")}
-        if lab.machine.is_gpu:
-            took["in a CUDA graph"] = graph_time_us(add, rotation=rotation, n=10, budget_ms=40)
-        rows += [(size / 1e3, t.median, t.p10, t.p90, name, "measured") for name, t in took.items()]
-        floor = 2 * size / lab.ceilings().copy_bytes_per_s * 1e6
-        rows.append((size / 1e3, floor, floor, floor, "called from Python", "predicted"))
-    return pd.DataFrame(rows, columns=["x", "y", "p10", "p90", "series", "kind"])
 
 
 # --- algebra
@@ -321,28 +298,26 @@ def unfused_bytes(config: ModelConfig, batch: int, itemsize: int = 2) -> dict[st
     return {"fused": fused, "apart": fused + batch * between * itemsize}
 
 
-# --- live
+# --- a step, the wall, layouts
 
 
-def streams(
-    lab: Lab, recorder: Recorder, loaded: Loaded, sets: Sequence[Iterable[str]], prompt: int, new: int, rounds: int = 2
-) -> pd.DataFrame:
-    """Tokens a second of one stream with each set of switches, taking turns; with the share of the read ceiling. Recorded."""
+def kernel_table(models: Mapping[str, pd.Series], read_bytes_per_s: float, tokens: int) -> pd.DataFrame:
+    """What decides how much gaps hurt: bytes of a step (two a number), its kernels, and the time that the bytes of one of the
+    fused kernels take. `models`: name -> operators of each operation where nothing is fused (operator_calls)."""
     import pandas as pd
 
-    from pdlab.bench.decode_single_stream import Stream, measure_variants
-    from pdlab.bench.suites import Context
-
-    context = Context(lab.machine, lab.profile, recorder, 60.0, lab.seed, say=lambda line: None)
-    stream = Stream(context, loaded.config, lab.ceilings().read_bytes_per_s, prompt, new)
-    before = len(recorder.rows)
-    measure_variants(stream, loaded, [frozenset(s) for s in sets], rounds)
-    rows = [r for r in recorder.rows[before:] if r.ok]
-    table: dict[str, dict[str, float]] = {}
-    for row in rows:
-        table.setdefault(row.variant, {})[row.metric] = row.median
-    columns = {"throughput": "tokens a second", "bandwidth_share": "share of the read ceiling, %"}
-    return pd.DataFrame(table).T.rename(columns=columns)
+    rows = {}
+    for name, plain in models.items():
+        config = config_of(name)
+        total, fused = step_bytes(config, decode_shape(1, tokens), 2).total, 5 * config.num_layers + 2
+        each, ends = int(plain.drop("projection_sample").sum()), int(plain["projection_sample"])
+        rows[name] = {
+            "GB a token": total / 1e9,
+            "operators, plain": each * config.num_layers + ends,
+            "kernels, fused": fused,
+            "bytes of a fused kernel, us": total / fused / read_bytes_per_s * 1e6,
+        }
+    return pd.DataFrame(rows).T.astype({"operators, plain": int, "kernels, fused": int})
 
 
 def breakdown(lab: Lab, loaded: Loaded, tokens: int, trace: Path | None = None, *, fused: bool = True) -> pd.DataFrame:

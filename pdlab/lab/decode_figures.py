@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.lines import Line2D
 
 from pdlab.lab.style import BLUE, FAINT, GOLD, INK, RUST, LabFigure, canvas
 
@@ -103,16 +104,36 @@ def bars(
     return figure
 
 
-def addresses(orders: Mapping[str, np.ndarray], *, claim: str, footer: str, xlabel: str, ylabel: str) -> LabFigure:
-    """Where elements lie: each layout as a small map whose colour is the address, and the path through it."""
-    figure, axes = canvas(claim, footer, size=(9.2, 3.2), columns=len(orders))
+def addresses(orders: Mapping[str, np.ndarray], *, claim: str, footer: str) -> LabFigure:
+    """Where elements lie. `orders`: layout -> addresses [tokens, heads, elements] of a small cache.
+
+    Each layout is a map, a column a token and a row an element of a head, whose colour is the address. A thick stroke joins
+    neighbours in memory that belong to one token and one head, a thin one is a jump to another token or head.
+    """
+    figure, axes = canvas(claim, footer, size=(9.2, 4.4), columns=len(orders))
+    shown: Any = None
     for ax, (name, at) in zip(axes[0], orders.items()):
-        path = np.stack(np.unravel_index(np.argsort(at, axis=None), at.shape))
-        ax.imshow(at, cmap="YlGnBu", interpolation="nearest", aspect="auto", alpha=0.55)
-        ax.plot(path[1], path[0], color=INK, linewidth=0.8, marker="")
-        ax.set(title=name.replace("_", " "), xlabel=xlabel, xticks=[], yticks=[])
+        tokens, heads, dim = at.shape
+        field = at.reshape(tokens, heads * dim).T
+        shown = ax.imshow(field, cmap="YlGnBu", interpolation="nearest", aspect="auto", alpha=0.6)
+        row, token = np.unravel_index(np.argsort(field, axis=None), field.shape)
+        together = (token[1:] == token[:-1]) & (row[1:] // dim == row[:-1] // dim) & (abs(np.diff(row)) == 1)
+        for i, near in enumerate(together):
+            look = {"linewidth": 3.0, "zorder": 3, "solid_capstyle": "round"} if near else {"linewidth": 0.5, "alpha": 0.6}
+            ax.plot(token[i : i + 2], row[i : i + 2], color=INK if near else RUST, marker="", **look)
+        for border in range(1, heads):
+            ax.axhline(border * dim - 0.5, color=FAINT, linewidth=0.9)
+        ax.set_yticks([(head + 0.5) * dim - 0.5 for head in range(heads)], [str(head) for head in range(heads)])
+        ax.tick_params(axis="y", length=0)
+        ax.set(title=name.replace("_", " "), xlabel="token", xticks=range(0, tokens, max(1, tokens // 4)))
         ax.grid(False)
-    axes[0, 0].set_ylabel(ylabel)
+        if ax is not axes[0, 0]:
+            ax.set_yticklabels([])
+    axes[0, 0].set_ylabel(f"head, {dim} elements each")
+    figure.colorbar(shown, ax=list(axes[0]), label="address, in elements", pad=0.015, fraction=0.03)
+    strokes = [Line2D([], [], color=INK, linewidth=3.0), Line2D([], [], color=RUST, linewidth=0.8)]
+    words = ["side by side in memory, one token and head", "a jump to another token, head or piece"]
+    figure.legend(strokes, words, loc="outside lower right", ncols=2, fontsize=8.5, frameon=False)
     return figure
 
 

@@ -44,9 +44,11 @@ def contents() -> Any:
 
 def since(device: str) -> str:
     """The day of a device's newest measurement, for headings: " (2026-11-29)"; empty where nothing was recorded."""
-    from pdlab.costs.tables import experiments, read
+    from pdlab.costs import tables
 
-    days = [row.time_utc[:10] for name in experiments(device) for row in read(device, name)]
+    paths = [path for root in tables.roots() for path in sorted((root / device).glob("*.csv"))]
+    lines = (line for path in paths for line in path.read_text(encoding="utf-8").splitlines())  # not parsed: only the day
+    days = [found[1] for line in lines if (found := re.match(r"[^,]*,(\d{4}-\d\d-\d\d)T", line))]
     return f" ({max(days)})" if days else ""
 
 

@@ -15,7 +15,7 @@ from pdlab.bench.records import Recorder
 from pdlab.costs import tables
 from pdlab.kernels.kv_layouts import offsets
 from pdlab.kernels.ops import NormWeights
-from pdlab.lab import decode, decode_figures, setup
+from pdlab.lab import decode, decode_figures, decode_live, setup
 from pdlab.models.catalogue import config_of
 from pdlab.models.loading import load
 
@@ -129,7 +129,7 @@ def test_figures_keep_to_their_frames(places: Path) -> None:
     steps = decode.falls(walk(places), "m")
     table = pd.DataFrame({"ours": [9000.0, 4.0], "floor": [8000.0, 3.0]}, index=["norm_qkv_rope", "attention"])
     rates = pd.DataFrame({"none": [1.0, 2.0], "all": [1.1, np.nan]}, index=["6,144 × 4,096", "a"])
-    orders = {name: offsets(name, 16, 4, 1)[:, :, 0].T.numpy() for name in ("per_token", "z_token_head")}
+    orders = {name: offsets(name, 8, 4, 4).numpy() for name in ("per_token", "z_token_dim")}
     p = np.array([0.9, 0.09, 0.01])
     said: dict[str, Any] = {
         "claim": "A claim that is long enough to need a second line, as most of them are " * 2,
@@ -140,13 +140,58 @@ def test_figures_keep_to_their_frames(places: Path) -> None:
         decode_figures.waterfall({"a": (steps, 1500.0, {})}, predicted=True, **said),
         decode_figures.operations({"a": table, "b": table}, **said),
         decode_figures.bars(rates, finish=3.0, ylabel="TB/s", **said),
-        decode_figures.addresses(orders, xlabel="token", ylabel="head", **said),
+        decode_figures.addresses(orders, **said),
         decode_figures.sampled(p, np.array([90, 9, 1]), **said),
     ):
         assert figure.texts_outside() == []
 
 
+def test_the_kernel_table_counts_what_the_walk_pays_for() -> None:
+    plain = pd.Series({"norm_qkv_rope": 40, "attention": 22, "out_residual": 2, "norm_mlp_up": 13, "down_residual": 2,
+                       "projection_sample": 15})  # fmt: skip
+    table = decode.kernel_table({"llama-1b": plain, "gpt2-xl": plain}, 4.6e12, 640)
+    assert list(table["kernels, fused"]) == [5 * 16 + 2, 5 * 48 + 2]
+    assert table.loc["llama-1b", "operators, plain"] == 79 * 16 + 15
+    floor = decode.wall(GPU, ["llama-1b"], 4.6e12, 640)["ms a token"].iloc[0] * 1e3
+    assert table.loc["llama-1b", "bytes of a fused kernel, us"] * 82 == pytest.approx(floor)
+    assert [decode.tiny_of(config_of(m)) for m in ("gpt2-xl", "llama-3-8b")] == ["random:gpt2-tiny", "random:llama-tiny"]
+
+
+def joined(figure: Any) -> list[int]:
+    """Thick strokes of each map: neighbours of one token and head that lie side by side."""
+    return [sum(line.get_linewidth() == 3.0 for line in ax.lines) for ax in figure.axes if ax.images]
+
+
+def test_the_map_of_addresses_shows_which_order_cuts_a_heads_row() -> None:
+    orders = {name: offsets(name, 8, 4, 4).numpy() for name in ("per_token", "per_head", "z_token_head", "z_token_dim")}
+    strokes = joined(decode_figures.addresses(orders, claim="c", footer="f"))
+    assert strokes == [8 * 4 * 3, 8 * 4 * 3, 8 * 4 * 3, 8 * 4 * 2]  # of four elements all three borders, or two pieces of two
+
+
 # --- what is computed live
+
+
+def test_answers_shrink_with_the_time_that_is_left_and_never_below_two_steps() -> None:
+    assert decode_live.affordable(0.1, 0.05, 15, 4, 24) == 24
+    assert decode_live.affordable(1.0, 1.0, 40, 4, 24) == 10
+    assert decode_live.affordable(3.0, 1.0, 4, 4, 24) == 3
+
+
+def test_a_stream_that_would_take_too_long_is_timed_on_fewer_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pdlab.costs.roofline import Ceilings
+
+    lab = setup("cpu", quiet=True)
+    monkeypatch.setattr(lab, "ceilings", lambda dtype=None: Ceilings(1e10, 1e10, 1e11, "measured"))
+    loaded = load("random:llama-tiny")
+    recorder = Recorder("decode_single_stream", "cpu-test", out=tmp_path)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(stages, "stream_seconds", lambda llm, prompt, new, seed: asked.append((prompt, new)) or 1.0)
+    table = decode_live.streams(lab, recorder, loaded, [frozenset(), stages.ALL], 9, 21, budget_s=16.0)
+    assert asked == [(9, 3), (17, 4), (17, 4), (17, 4), (17, 4)]  # 16 s for four answers
+    assert "answers of 4 tokens were timed instead of 21" in capsys.readouterr().out
+    assert list(table["tokens a second"]) == [1.0, 1.0]
 
 
 def test_operators_are_counted_by_operation() -> None:
@@ -195,9 +240,9 @@ def test_live_streams_are_recorded_with_their_share(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(lab, "ceilings", lambda dtype=None: Ceilings(1e10, 1e10, 1e11, "measured"))
     recorder = Recorder("decode_single_stream", "cpu-test", out=tmp_path)
     loaded = load("random:llama-tiny")
-    table = decode.streams(lab, recorder, loaded, [frozenset(), stages.ALL], 9, 5, rounds=1)
+    table = decode_live.streams(lab, recorder, loaded, [frozenset(), stages.ALL], 9, 5, rounds=1)
     assert list(table.index) == ["unfused", "ours"]
     assert (table > 0).all(axis=None)
     parts = decode.breakdown(lab, loaded, 12)
     assert (parts["us"] > 0).all()
-    assert len(decode.launch_curve(lab, [1024, 4096])) == 4
+    assert len(decode_live.launch_curve(lab, [1024, 4096])) == 4
