@@ -15,7 +15,7 @@ from pdlab.allocators.fragmentation import Timeline, average_waste, picture
 from pdlab.allocators.interface import CACHED, FREE, RETIRED, SHARED, Allocator
 from pdlab.bench.kv_allocators import Load
 from pdlab.bench.memory_runs import play, real_engine, report, simulated_engine
-from pdlab.lab.style import FAINT, INK, PAPER, RULE, LabFigure, canvas
+from pdlab.lab.style import BLUE, FAINT, GOLD, GREEN, INK, PAPER, RULE, RUST, LabFigure, canvas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["filling", "measured", "moment", "recorded", "serving_table", "simulated", "strips", "strips_of", "throughput"]
 
 _REQUESTS = ("#0C79A9", "#AF3913", "#114D37", "#6B265E", "#4C9FC4", "#D0734F", "#4F8A72", "#A15C93", "#08506F", "#7A2609")
+_SCHEMES = {"per request": (BLUE, "o"), "contiguous pool": (RUST, "s"), "paged": (GOLD, "^"), "hybrid": (GREEN, "D")}
 _STATES = {FREE: PAPER, RETIRED: "#B9BDB8", CACHED: "#D9BE5A", SHARED: INK}
 
 
@@ -245,13 +246,20 @@ def serving_table(table: pd.DataFrame, article: Mapping[str, tuple[float, float,
 
 
 def throughput(lines: pd.DataFrame, *, claim: str, footer: str, mark: float | None = None) -> LabFigure:
-    """Requests a second over requests in flight; `lines` as in figures, `mark` a vertical line where the article has one."""
+    """Requests a second over requests in flight; `lines` as in figures, `mark` a vertical line where the article has one.
+
+    An allocator has the same colour, marker and place in every such figure, in whatever order its rows come.
+    """
     from pdlab.lab.figures import draw_lines, plain_ticks
 
     figure, axes = canvas(claim, footer, size=(8.6, 4.2))
     ax = axes[0, 0]
+    known = {name: i for i, name in enumerate(_SCHEMES)}
+    lines = lines.sort_values("series", key=lambda s: s.map(known).fillna(len(known)), kind="stable")
     handles = draw_lines(ax, lines)
     for i, line in enumerate(handles):  # lines that coincide show as stripes
+        if look := _SCHEMES.get(str(line.get_label()).split(",")[0]):
+            line.set(color=look[0], marker=look[1])
         line.set(linewidth=max(1.2, 6 - 1.6 * i), markersize=max(4.5, 11 - 2.2 * i))
     ax.legend(handles=handles, loc="best")
     ax.set(xscale="log", xlabel="requests in flight", ylabel="requests a second", ylim=(0, 1.15 * float(lines["y"].max())))

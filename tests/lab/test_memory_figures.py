@@ -81,6 +81,18 @@ def test_lines_that_coincide_are_all_seen() -> None:
     assert len(set(widths)) == 3
 
 
+def test_an_allocator_keeps_its_colour_in_whatever_order_rows_come() -> None:
+    def colours(names: list[str]) -> dict[str, object]:
+        rows = pd.DataFrame({"x": [10] * len(names), "y": 1.0, "series": names, "kind": "recorded"})
+        figure = memory.throughput(rows, claim="c", footer=FOOTER)
+        return {str(line.get_label()): (line.get_color(), line.get_marker()) for line in figure.axes[0].lines}
+
+    names = [name.replace("_", " ") for name in FOUR]
+    assert colours(names) == colours(names[::-1])
+    assert len(set(colours(names).values())) == 4
+    assert colours(["paged"]).items() <= colours(names).items()
+
+
 def test_what_is_recorded_becomes_a_row_a_variant_and_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "data_dir", lambda: tmp_path)
     monkeypatch.setattr(tables, "home_dir", lambda: tmp_path / "home")
