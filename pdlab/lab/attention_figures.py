@@ -21,7 +21,7 @@ __all__ = [
     "split", "tile_walk",
 ]  # fmt: skip
 
-_REQUESTS = (BLUE, RUST, "#114D37", "#6B265E", "#4C9FC4", "#D0734F", "#4F8A72", "#A15C93", "#08506F", "#7A2609")
+_OTHERS = (RUST, "#E0A98F", GOLD)  # of requests after the first, which alone is blue
 
 
 def _tile(ax: Axes, column: int, row: int, width: int, height: int, **style: Any) -> None:
@@ -90,9 +90,9 @@ def rates(
     """Throughput over length; `lines` as in lab.figures."""
     figure, axes = canvas(claim, footer, size=(9.2, 4.6))
     ax = axes[0, 0]
-    handles = [line for line in draw_lines(ax, lines) if line.get_label() != "predicted"]  # the floor's own entry says it
+    handles = [line for line in draw_lines(ax, lines) if line.get_label() != "predicted"]  # the ceiling's own entry says it
     for line in handles:
-        if str(line.get_label()).startswith("the floor"):
+        if str(line.get_label()).startswith("the ceiling"):
             line.set_color(INK)
     ax.set(xscale="log", xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12 * float(lines["y"].max())))
     plain_ticks(ax.xaxis, _doubled(lines["x"]), limit=11)
@@ -132,8 +132,15 @@ def crossover(panels: Mapping[str, pd.DataFrame], mark: float, *, claim: str, fo
     values = np.concatenate([lines["y"].to_numpy(float) for lines in panels.values()])
     low, high = min(0.5, 0.8 * values.min()), 1.4 * values.max()
     ticks = [t for t in (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
+    look = {"many prompts": (BLUE, "o"), "one prompt": (RUST, "s"), "one prompt, launched by itself": (GOLD, "^")}
+    entries: dict[str, Any] = {}
     for ax, (title, lines) in zip(axes[0], panels.items(), strict=True):
-        handles = draw_lines(ax, lines)
+        for line in draw_lines(ax, lines):
+            name = str(line.get_label()).removesuffix(", recorded")
+            if name in look:  # the same in every panel, whatever was measured there
+                line.set(color=look[name][0], marker=look[name][1])
+            line.set_label(name + " (GPU: in a graph)" * (name == "one prompt"))
+            entries.setdefault(line.get_label(), line)
         ax.axhspan(low, 1, color=RULE, alpha=0.55, linewidth=0)
         ax.axhline(1, color=INK, linewidth=1.1)
         ax.text(float(lines["x"].max()), 0.96, "plain attention wins", ha="right", va="top", color=FAINT, fontsize=9)
@@ -144,8 +151,8 @@ def crossover(panels: Mapping[str, pd.DataFrame], mark: float, *, claim: str, fo
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         plain_ticks(ax.xaxis, _doubled(lines["x"]), limit=7)
     axes[0, 0].set_ylabel("plain time / fused time")
-    for line in handles:
-        line.set_label(str(line.get_label()).removesuffix(", recorded"))
+    order = [name for key in look for name in entries if name.split(" (")[0] == key]
+    handles = [entries[name] for name in (*order, *(other for other in entries if other not in order))]
     figure.legend(handles=handles, loc="outside right center", fontsize=8.5)
     return figure
 
@@ -201,14 +208,17 @@ def cares(errors: pd.DataFrame, broken: pd.DataFrame, *, claim: str, footer: str
 
 
 def split(work: Mapping[str, Sequence[Sequence[tuple[int, int]]]], *, claim: str, footer: str) -> LabFigure:
-    """lab.attention.stretches: each program's reading as a row of pieces, a colour a request, one panel a way to split."""
+    """lab.attention.stretches: each program's reading as a row of pieces, one panel a way to split. The first request is
+    blue, the others have three colours by turns."""
+    from matplotlib.patches import Patch
+
     figure, axes = canvas(claim, footer, size=(9.2, 4.8), columns=len(work), sharex=True, sharey=True)
     longest = max(sum(n for _, n in mine) for programs in work.values() for mine in programs)
     for ax, (name, programs) in zip(axes[0], work.items(), strict=True):
         for p, mine in enumerate(programs):
             at = 0
             for b, n in mine:
-                ax.broken_barh([(at, n)], (p, 1), facecolors=_REQUESTS[b % len(_REQUESTS)], linewidth=0)
+                ax.broken_barh([(at, n)], (p, 1), facecolors=_OTHERS[b % len(_OTHERS)] if b else BLUE, linewidth=0)
                 at += n
         ends = [sum(n for _, n in mine) for mine in programs]
         ax.axvline(max(ends), color=INK, linewidth=1.2, linestyle="--")
@@ -219,6 +229,11 @@ def split(work: Mapping[str, Sequence[Sequence[tuple[int, int]]]], *, claim: str
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         ax.grid(False)
     axes[0, 0].set_ylabel("program")
+    others = max(b for programs in work.values() for mine in programs for b, _ in mine)
+    keys = [Patch(color=BLUE, label="the first request")]
+    keys += [Patch(color=c, label="") for c in _OTHERS[1:]]
+    keys.append(Patch(color=_OTHERS[0], label=f"the {others} others, in three colours by turns"))
+    figure.legend(handles=keys, loc="outside lower right", ncols=len(keys), columnspacing=0.6, handletextpad=0.5, fontsize=8.5)
     return figure
 
 
@@ -252,19 +267,20 @@ def recorded_tiles(table: pd.DataFrame, device: str, head_dim: int = 128) -> Lab
 
     from pdlab.bench.attention_tiles import QUERIES
 
-    parts, spread = {}, {}
+    parts, told = {}, []
     for length in QUERIES:
         grid = tables.tile_grid(table, head_dim, length)
         rates = grid.to_numpy()
-        spread[length] = float(np.nanmax(rates) / np.nanmin(rates))
+        m, n = np.unravel_index(np.nanargmax(rates), rates.shape)
+        times = float(np.nanmax(rates) / np.nanmin(rates))
+        told.append(f"{grid.index[m]:.0f} × {grid.columns[n]:.0f} at {length:,} tokens ({times:.1f}× the worst)")
         for m, row in grid.iterrows():
             parts[f"{length:,} tokens: {int(m)} queries"] = 100 * row / np.nanmax(rates)
     shown = pd.DataFrame(parts).T
     shown.columns = [f"{int(n)}" for n in shown.columns]
-    told = ", ".join(f"{times:.1f}× at {length:,} tokens" for length, times in spread.items())
     return heat(
         shown, unit="% of the best at that length", xlabel="keys a tile", outline=lambda x: x >= 100,
-        claim=f"The square decides: between the worst and the best lie {told}", footer=_footer(table, device),
+        claim=f"The best square (queries × keys): {', '.join(told)}", footer=_footer(table, device),
         size=(8.6, 2.2 + 0.42 * len(shown)),
     )  # fmt: skip
 

@@ -46,7 +46,8 @@ def best(table: pd.DataFrame, names: Sequence[str]) -> str:
 def lines(
     table: pd.DataFrame, metric: str, variants: Sequence[str], kind: str, x: str = "seq_len", floor: str = "", **where: Any
 ) -> pd.DataFrame:
-    """A metric over x for lab.figures, a series a variant that is there; `floor` names a predicted metric drawn dashed."""
+    """A metric over x for lab.figures, a series a variant that is there; `floor` names a predicted metric drawn dashed,
+    which above rates is a ceiling."""
     import pandas as pd
 
     for name, value in where.items():
@@ -60,7 +61,7 @@ def lines(
             parts.append(pd.DataFrame(columns).assign(series=NAMES.get(name, name), kind=kind))
     least = table[table["metric"] == floor]
     if floor and len(least):
-        parts.append(pd.DataFrame({"x": least[x], "y": least["median"]}).assign(series="the floor", kind="predicted"))
+        parts.append(pd.DataFrame({"x": least[x], "y": least["median"]}).assign(series="the ceiling", kind="predicted"))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["x", "y", "series", "kind"])
 
 
@@ -73,7 +74,10 @@ def pivot(table: pd.DataFrame, metric: str, index: str = "seq_len", **where: Any
 
 
 def gains(table: pd.DataFrame, kind: str, plain: Sequence[str] = PLAIN, fused: Sequence[str] = OURS) -> pd.DataFrame:
-    """Plain time over fused time by length, for figures: many prompts at once, one prompt, and one launched by itself."""
+    """Plain time over fused time by length, for figures: many prompts at once, one prompt, and one launched by itself.
+
+    On a GPU the first two run in CUDA graphs; on a CPU there are none, and the third is not measured.
+    """
     import pandas as pd
 
     a, b, parts = best(table, plain), best(table, fused), []
@@ -91,6 +95,13 @@ def gains(table: pd.DataFrame, kind: str, plain: Sequence[str] = PLAIN, fused: S
             ratio = (wide[a] / wide[b]).dropna().groupby("seq_len").median()
             parts.append(pd.DataFrame({"x": ratio.index, "y": ratio.to_numpy()}).assign(series=label, kind=kind))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["x", "y", "series", "kind"])
+
+
+def told(found: pd.DataFrame) -> pd.Series:
+    """`gains` as words by length: of many prompts, or of one where only one was measured."""
+    wide = found.pivot_table(index="x", columns="series", values="y", sort=False)
+    best_of = wide.reindex(columns=["many prompts", "one prompt"]).bfill(axis=1).iloc[:, 0]
+    return best_of.dropna().map("{:.1f}×".format)
 
 
 def tile_grid(table: pd.DataFrame, head_dim: int, length: int, kernel: str = "prefill") -> pd.DataFrame:

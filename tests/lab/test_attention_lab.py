@@ -116,7 +116,7 @@ def test_records_become_figures_whose_claims_are_computed(tmp_path: Path) -> Non
     grid = attention_tables.tile_grid(tables["tiles"], 128, 4096)
     assert grid.loc[128, 64] == np.nanmax(grid.to_numpy())
     tiles = whole(attention_figures.recorded_tiles(tables["tiles"], "nvidia-h200"))
-    assert "1.5× at 256 tokens, 1.5× at 4,096 tokens" in tiles.claim
+    assert "128 × 64 at 256 tokens (1.5× the worst), 128 × 64 at 4,096 tokens (1.5× the worst)" in tiles.claim
 
 
 def test_gains_keep_launched_calls_and_single_prompts_apart(tmp_path: Path) -> None:
@@ -126,6 +126,15 @@ def test_gains_keep_launched_calls_and_single_prompts_apart(tmp_path: Path) -> N
     assert found["one prompt", 256] == pytest.approx(20)
     assert found["one prompt, launched by itself", 256] == pytest.approx(0.5)
     whole(attention_figures.crossover({"here": gains, "there": gains}, 512, claim="A claim", footer="recorded"))
+
+
+def test_a_gain_is_told_of_many_prompts_or_else_of_one_and_never_of_launches() -> None:
+    rows = [(64, 3.0, "many prompts"), (64, 9.0, "one prompt"), (512, 2.0, "one prompt"),
+            (512, 5.0, "one prompt, launched by itself")]  # fmt: skip
+    told = attention_tables.told(pd.DataFrame(rows, columns=["x", "y", "series"]))
+    assert told.to_dict() == {64: "3.0×", 512: "2.0×"}
+    alone = attention_tables.told(pd.DataFrame(rows[2:3], columns=["x", "y", "series"]))
+    assert alone.to_dict() == {512: "2.0×"}
 
 
 def test_a_table_without_rows_says_how_to_get_them() -> None:
