@@ -87,8 +87,9 @@ class LabFigure(Figure):
 
 
 def _glued(text: str) -> str:
-    """No-break spaces between a number and its unit."""
-    return re.sub(r"(?<=\d) (?=(?:%|ms|us|s|GB|MB|TB|tokens)(?:\W|$))", "\N{NO-BREAK SPACE}", " ".join(text.split()))
+    """No-break spaces between a number and its unit, around an equals sign, and in "at 32" and "3 of 12"."""
+    units = r"(?<=\d) (?=(?:%|ms|us|s|GB|MB|TB|tokens)(?:\W|$))"
+    return re.sub(rf"{units}| (?==)|(?<==) |(?<=\bat) (?=\d)|(?<=\bof) (?=\d)", "\N{NO-BREAK SPACE}", " ".join(text.split()))
 
 
 def _wrapped(figure: LabFigure, text: str, **font: Any) -> str:
