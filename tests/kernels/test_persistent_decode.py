@@ -27,7 +27,9 @@ from pdlab.core.errors import ConfigError  # noqa: E402
 from pdlab.kernels.fused_ops import FusedOps  # noqa: E402
 from pdlab.kernels.ops import NormWeights  # noqa: E402
 from pdlab.kernels.persistent_decode import StackTile, stack_fits  # noqa: E402
+from pdlab.kernels.reference import ReferenceOps  # noqa: E402
 from pdlab.kernels.tuning import Tuning  # noqa: E402
+from pdlab.models.loading import load  # noqa: E402
 
 HERE = Path(__file__).parent
 Ask = Callable[..., Any]
@@ -158,3 +160,26 @@ def test_the_switch_is_off_unless_asked_for_and_needs_hopper() -> None:
         assert ops.persistent is wanted
         # float32 layers do not fit either way
         assert ops.layer_stack(x, layers, rope, view) is None
+
+
+def test_a_model_leaves_its_layers_to_operations_that_take_them_and_to_no_others() -> None:
+    model = load("random:llama-tiny", dtype="float32").model
+    k, v = model.new_kv(2, 16)
+    here = replace(StackCase(length=3, page=16).make()[3], k=k, v=v)
+    here = replace(here, block_table=torch.tensor([[0]], dtype=torch.int32), slots=torch.tensor([2]))
+    x = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    right = model.through_layers(x, here)
+    asked: list[int] = []
+
+    class Ops(ReferenceOps):
+        takes = False
+
+        def layer_stack(self, x: torch.Tensor, layers: list[Any], rope: Any, view: Any) -> torch.Tensor | None:
+            asked.append(len(layers))
+            return x + 1 if self.takes else None
+
+    model.ops = ops = Ops()
+    assert torch.equal(model.through_layers(x, here), right)
+    ops.takes = True
+    assert torch.equal(model.through_layers(x, here), x + 1)
+    assert asked == [model.config.num_layers] * 2
