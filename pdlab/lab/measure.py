@@ -170,7 +170,8 @@ def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str =
 
     `here` says what the rows are of, where they were not measured on this machine.
 
-    A CPU's rows show the mechanism; the ledger itself does not count them, and the table says so.
+    A CPU's rows show the mechanism; the ledger itself does not count them, and the table says so. Where both were measured,
+    each has its own reason.
     """
     from IPython.display import Markdown
 
@@ -183,17 +184,23 @@ def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str =
             return [row for row in rows if row.ok and row.experiment == experiment]
 
     rows = list(rows)
-    recorded = {v.id: v for v in judge(reference)}
+    recorded = {v.id: v for v in judge(reference, ids=ids)}
     own = f"this {lab.machine.name}" if lab.machine.is_gpu else "this CPU (shows the mechanism, does not count)"
     lines = [
-        f"| claim | the article | {here or own} | recorded on {reference}{since(reference)} | why |",
-        "|---|---|---|---|---|",
+        "| claim (the article's figures) | verdict | why |",  # three columns fit a phone
+        "|---|---|---|",
     ]
+    sources = here or own, f"recorded on {reference}{since(reference)}"
     for claim in (c for c in read_claims() if c.id in ids):
         finding = RULES[claim.rule](Own(lab.machine.slug), claim)
         ledger = recorded[claim.id]
         why = finding.reason if finding.verdict != "not_measured" else ledger.reason
-        cells = (f"**{claim.id}** {claim.claim}", claim.article, _words(finding.verdict), _words(ledger.verdict), why)
+        if "not_measured" not in (finding.verdict, ledger.verdict) and finding.reason != ledger.reason:
+            why = f"{here or 'here'}: {finding.reason}. {reference}: {ledger.reason}"
+        said = "" if claim.article in ("", "–") else f" ({claim.article})"
+        found = zip((finding.verdict, ledger.verdict), sources, strict=True)
+        verdict = "<br>".join(f"{_words(word)}: {source}" for word, source in found)
+        cells = (f"**{claim.id}** {claim.claim}{said}", verdict, why)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return Markdown("\n".join(lines))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -128,8 +129,26 @@ def test_verdicts_are_drawn_from_the_rows_given_and_nothing_else(
     assert "**not reproduced**" in verdict(70.0, 20.0)
     assert "**not measured**" in verdict(4.0, 60.0)  # the reference's own column
     assert "does not count" in verdict(4.0, 60.0)
-    assert "| simulated there |" in measure.verdicts(lab, [], ["A3"], here="simulated there").data
+    assert (
+        "**: simulated there<br>**not measured**: recorded on" in measure.verdicts(lab, [], ["A3"], here="simulated there").data
+    )
     assert "**A1**" not in verdict(4.0, 60.0)
+
+
+def test_where_both_were_measured_both_reasons_are_given(
+    lab: Lab, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("data_dir", "home_dir"):
+        monkeypatch.setattr(tables, name, lambda: tmp_path)
+    of = {"model": "m", "phase": "decode", "batch": 1, "tokens": 9, "dtype": "bfloat16"}
+    with Recorder("prefill_vs_decode", "nvidia-h200", out=tmp_path / "measurements", command="test") as there:
+        there.add("compute_utilization", 13.5, "percent", variant="ours", params=of)
+        there.add("bandwidth_utilization", 71.0, "percent", variant="ours", params=of)
+    rows = [
+        recorder.add(f"{what}_utilization", v, "percent", params=of) for what, v in (("compute", 8.25), ("bandwidth", 22.0))
+    ]
+    why = measure.verdicts(lab, rows, ["A3"]).data.splitlines()[-1]
+    assert re.search(r"here: .*\b8\b.* nvidia-h200: .*\b1[34]\b", why)
 
 
 def test_headings_say_when_a_device_was_last_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
