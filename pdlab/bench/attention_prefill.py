@@ -59,8 +59,8 @@ def run(ctx: Context) -> None:
     common.insist(ctx)
 
 
-def measure_case(ctx: Context, params: dict[str, Any], top: Any) -> None:
-    """Measures one case; `top` are the ceilings of this run."""
+def measure_case(ctx: Context, params: dict[str, Any], top: Any, eager: bool = True) -> None:
+    """Measures one case; `top` are the ceilings of this run, `eager` times a single prompt launched by itself as well."""
     from pdlab.bench import _attention as common
     from pdlab.bench import _attention_rivals as rivals
 
@@ -89,7 +89,7 @@ def measure_case(ctx: Context, params: dict[str, Any], top: Any) -> None:
     heads = f"{params['heads']}/{params['kv_heads']} x {params['head_dim']}"
     rates = ", ".join(f"{name} {flops / t.median / 1e9:.4g}" for name, t in found.times.items())
     ctx.say(f"  {heads}, {batch} x {n} tokens, TFLOP/s: {rates}")
-    if ctx.machine.is_gpu and batch == 1 and n in ALONE[ctx.profile]:  # a CPU has no graphs: all its calls are such
-        eager = common.measure(calls, q, view, graph=False, budget_ms=20)
-        for name, t in eager.times.items():
+    if eager and batch == 1 and n in ALONE[ctx.profile]:
+        alone = common.measure(calls, q, view, graph=False, budget_ms=20)
+        for name, t in alone.times.items():
             ctx.record.add("eager_latency", t, variant=name, params=params)

@@ -82,14 +82,15 @@ def kernel_errors(lab: Lab, lengths: Iterable[int], *, heads: int = 4, kv_heads:
 
 
 def prefill(lab: Lab, recorder: Recorder, cases: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Cases of attention_prefill (heads, kv_heads, head_dim, seq_len, batch) measured here and now, as the benchmark does."""
+    """Cases of attention_prefill (heads, kv_heads, head_dim, seq_len, batch) measured here and now, as the benchmark does;
+    without the calls launched by themselves on a CPU, where graphs do not exist and all calls are such."""
     from pdlab.bench import attention_prefill as suite
     from pdlab.bench.suites import Context
 
     context = Context(lab.machine, lab.profile, recorder, float("inf"), lab.seed, say=lambda line: None)
     before, top = len(recorder.rows), lab.ceilings()
     for case in cases:
-        suite.measure_case(context, {**case, "causal": True, "dtype": lab.dtype}, top)
+        suite.measure_case(context, {**case, "causal": True, "dtype": lab.dtype}, top, eager=lab.machine.is_gpu)
     return tidy(recorder.rows[before:])
 
 
