@@ -200,9 +200,9 @@ def _sweep_rings(ctx: Context, name: str) -> None:
     _sweep_persistent(ctx, loaded)
 
 
-def persistent_ways() -> dict[str, dict[str, int]]:
+def persistent_ways() -> dict[str, dict[str, Any]]:
     """Settings of the persistent kernel to time: how far ahead weights are asked for, and stages from L2 to shared memory."""
-    ways = {f"ahead_{ahead}": {"ahead": ahead} for ahead in (8, 0, 4, 6, 10, 12)}
+    ways: dict[str, dict[str, Any]] = {f"ahead_{ahead}": {"ahead": ahead} for ahead in (8, 0, 4, 6, 10, 12)}
     return ways | {"stages_3": {"stages": 3}, "stages_5": {"stages": 5}, "keys_32": {"keys": 32}}
 
 
@@ -213,7 +213,7 @@ def _sweep_persistent(ctx: Context, loaded: Any) -> None:
 
     for way, settings in persistent_ways().items():
 
-        def prepare(ops: Any, settings: dict[str, int] = settings) -> None:
+        def prepare(ops: Any, settings: dict[str, Any] = settings) -> None:
             ops.stack_tile = StackTile(**settings)
 
         def check(ops: Any) -> None:
