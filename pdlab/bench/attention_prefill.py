@@ -59,8 +59,8 @@ def run(ctx: Context) -> None:
     common.insist(ctx)
 
 
-def measure_case(ctx: Context, params: dict[str, Any], top: Any, eager: bool = True) -> None:
-    """Measures one case; `top` are the ceilings of this run, `eager` times a single prompt launched by itself as well."""
+def measure_case(ctx: Context, params: dict[str, Any], top: Any, *, eager: bool = True, turn_ms: float = 40) -> None:
+    """Measures one case in turns of `turn_ms`; `top`: the ceilings of this run; `eager`: also single prompts by themselves."""
     from pdlab.bench import _attention as common
     from pdlab.bench import _attention_rivals as rivals
 
@@ -79,8 +79,7 @@ def measure_case(ctx: Context, params: dict[str, Any], top: Any, eager: bool = T
     flops, moved = flops_and_bytes(params, q.element_size())
     floor_s = max(flops / top.matmul_flops_per_s, moved / top.read_bytes_per_s)
     ctx.record.add("floor_throughput", flops / floor_s / 1e12, "TFLOP/s", kind="predicted", params=params)
-    turns = {"rounds": 3, "budget_ms": 40} if ctx.machine.is_gpu else {"rounds": 9, "budget_ms": 15}
-    found = common.measure(calls, q, view, graph=True, **turns)  # on a CPU many short turns: a neighbour's burst spoils few
+    found = common.measure(calls, q, view, graph=True, budget_ms=turn_ms)
     common.record_left_out(ctx, found.left_out, "throughput", "TFLOP/s", params)
     for name, t in found.times.items():
         ctx.record.add("throughput", t.rate(flops / 1e9, "TFLOP/s"), variant=name, params=params)

@@ -128,6 +128,22 @@ def test_gains_keep_launched_calls_and_single_prompts_apart(tmp_path: Path) -> N
     whole(attention_figures.crossover({"here": gains, "there": gains}, 512, claim="A claim", footer="recorded"))
 
 
+def test_of_several_passes_each_variant_keeps_the_rows_of_its_middle_one(tmp_path: Path) -> None:
+    passes = []
+    with Recorder("attention_prefill", "cpu-test", out=tmp_path, command="test") as record:
+        for article, sdpa in ((9.0, 2.0), (1.0, 3.0), (2.0, 30.0)):  # a burst in the first pass, and one in the last
+            start = len(record.rows)
+            record.add("floor_throughput", 5.0, "TFLOP/s", kind="predicted", params={"seq_len": 32})
+            for variant, ms in (("article", article), ("sdpa", sdpa)):
+                record.add("latency", ms, "ms", variant=variant, params={"seq_len": 32})
+                record.add("throughput", 1 / ms, "TFLOP/s", variant=variant, params={"seq_len": 32})
+            passes.append(record.rows[start:])
+    kept = [(row.metric, row.variant, row.median) for row in attention.middle_pass(passes) if row.kind == "measured"]
+    assert sorted(kept) == [("latency", "article", 2.0), ("latency", "sdpa", 3.0),
+                            ("throughput", "article", 1 / 2.0), ("throughput", "sdpa", 1 / 3.0)]  # fmt: skip
+    assert len(attention.middle_pass(passes)) == 5
+
+
 def test_a_gain_is_told_of_many_prompts_or_else_of_one_and_never_of_launches() -> None:
     rows = [(64, 3.0, "many prompts"), (64, 9.0, "one prompt"), (512, 2.0, "one prompt"),
             (512, 5.0, "one prompt, launched by itself")]  # fmt: skip
