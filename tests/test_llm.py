@@ -328,7 +328,7 @@ def test_close_gives_device_memory_back() -> None:
     with LLM("random:llama-tiny", device="cuda", kv_capacity_tokens=4096) as llm:
         llm.generate(["abc", "de"], GREEDY)
         assert torch.cuda.memory_allocated() > before
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less where a library's workspace, made by other tests, went too
 
 
 @pytest.mark.gpu
