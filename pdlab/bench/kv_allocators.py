@@ -223,7 +223,7 @@ def _measure_model(ctx: Context, loaded: Any, loads: list[Load], share_of_others
     config = largest.config("paged", **on_device(ctx))
     room = max(load.kv_tokens or 0 for load in loads)
     if any(load.kv_tokens is None for load in loads):
-        from pdlab.engine.executor import kv_capacity
+        from pdlab.engine.kv_memory import kv_capacity
 
         room = max(room, kv_capacity(config, loaded.model, largest.longest) * 9 // 20)  # graphs need memory too
     owners = [config.with_(kv_allocator=v, kv_capacity_tokens=room) for v in SCHEMES[:2]]

@@ -90,6 +90,7 @@ class EngineConfig:
     attention: str = "auto"
     ops: str = "auto"  # model operations: plain PyTorch (reference), or fused kernels; auto: fused from capability 8.0 on
     cuda_graphs: bool = True  # decode steps replay captured graphs; only where there is a CUDA device
+    prefill_graphs: bool = False  # steps with prompts too, padded; needs cuda_graphs and this project's attention
     # techniques of the fused operations, each where the device has it
     dependent_launch: bool = True  # a kernel begins under the tail of the one before: programmatic dependent launch
     weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn
@@ -162,7 +163,7 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
-        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs", "persistent_decode"):
+        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs", "prefill_graphs", "persistent_decode"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
         steps = self.steps_in_flight
         _check(_is_int(steps) and steps in (1, 2), "steps_in_flight", steps, "use 1 or 2")

@@ -18,11 +18,13 @@ import torch
 
 from pdlab.core.clock import Clock, RealClock
 from pdlab.core.config import EngineConfig
-from pdlab.core.errors import CapacityError, EngineClosed
+from pdlab.core.errors import EngineClosed
 from pdlab.core.plan import IN_FLIGHT, KVCopy, Plan
 from pdlab.engine.buffers import Block
 from pdlab.engine.graphs import GREEDY, MODEL, RANDOM, Capture, CudaCapture, DecodeGraphs, StepShape
 from pdlab.engine.interface import StepResult
+from pdlab.engine.kv_memory import kv_capacity
+from pdlab.engine.prefill_graphs import MixedShape, PrefillGraphs
 from pdlab.engine.sampling import SeenTokens, sampling_batch
 from pdlab.kernels.kv_moves import run_copies
 from pdlab.kernels.kv_view import KVView
@@ -30,7 +32,6 @@ from pdlab.kernels.ops import SampleResult
 from pdlab.models.model import Model
 
 EXTENT_ALLOCATORS = ("per_request", "contiguous_pool")  # their memory is cut in tokens, not in pages
-CPU_KV_BYTES = 1 << 28  # without a setting: this much on a CPU, or one request of full length, if a quarter of RAM is free
 WAKE_SECONDS = 2e-4  # the longest that a waiting host takes to notice that a step has ended
 _SAMPLING: dict[str, Any] = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
 _SAMPLING |= {"repetition_penalty": np.float32, "seed": np.int64, "position": np.int64}
@@ -78,7 +79,10 @@ class TorchExecutor:
         self.block_table = torch.zeros((batch, width), dtype=torch.int32, device=self.device)
         self.last = torch.zeros(batch, dtype=torch.int64, device=self.device)  # the token each row sampled last
         self.seen = SeenTokens(rows, model.config.vocab_size, self.device)
-        self.graphs = self._make_graphs(capture, max_len) if capture is not None else None
+        self.graphs = self._make_graphs(capture) if capture is not None else None
+        self.prefill_graphs: PrefillGraphs | None = None
+        if capture is not None and config.prefill_graphs and getattr(model.ops, "any_prefill", False):
+            self.prefill_graphs = self._make_prefill_graphs(capture)
         self._anchor: tuple[torch.cuda.Event, float] | None = None  # an event and the engine time at which it happened
         self._closed = False
 
@@ -107,6 +111,8 @@ class TorchExecutor:
         self.seen.admit(plan)
         if self.graphs is not None and (shape := self.graphs.shape_of(plan)) is not None:
             return self._run_graph(self.graphs, shape, plan)
+        if self.prefill_graphs is not None and (mixed := self.prefill_graphs.shape_of(plan)) is not None:
+            return self._run_prefill_graph(self.prefill_graphs, mixed, plan)
         self.block.upload(self._arrays(plan))
         d = self.block.device
         t, s = plan.new_tokens + plan.pad_tokens, len(plan.sample_rows)
@@ -123,6 +129,11 @@ class TorchExecutor:
         if shape.sampling == MODEL:
             return self._sample(plan, out)
         return SampleResult(out if self.on_gpu else out.clone())  # a GPU copies it to the host before the next step begins
+
+    def _run_prefill_graph(self, graphs: PrefillGraphs, shape: MixedShape, plan: Plan) -> SampleResult:
+        self.block.upload(graphs.padded(self._arrays(plan), shape))
+        self._spread_table(plan.batch, plan.page_table.shape[1])
+        return self._sample(plan, graphs.run(shape)[: len(plan.sample_rows)])
 
     def _sample(self, plan: Plan, x: torch.Tensor) -> SampleResult:
         d, s = self.block.device, len(plan.sample_rows)
@@ -197,23 +208,31 @@ class TorchExecutor:
         if width and self.block_table.shape[1]:
             self.block_table[:batch, :width] = self.block.device["table"][: batch * width].view(batch, width)
 
-    def _make_graphs(self, capture: Capture, max_len: int) -> DecodeGraphs:
+    def _all_rows(self, tokens: int) -> KVView:
+        """The persistent buffers, of whose rows a graph takes the first."""
         d = self.block.device
-        rows = len(self.last)
-        view = KVView(
+        return KVView(
             kind="paged", page_size=self.page_size, k=self.k, v=self.v, block_table=self.block_table, base=d["base"],
-            seq_lens=d["seq_lens"], cu_q=d["cu_q"], slots=d["slots"][:rows], positions=d["positions"][:rows],
-            max_q=1, max_kv=max_len,
+            seq_lens=d["seq_lens"], cu_q=d["cu_q"], slots=d["slots"][:tokens], positions=d["positions"][:tokens],
+            max_q=1, max_kv=self.max_len,
         )  # fmt: skip
+
+    def _make_graphs(self, capture: Capture) -> DecodeGraphs:
         return DecodeGraphs(
             self.model,
-            d,
-            view,
+            self.block.device,
+            self._all_rows(len(self.last)),
             self.last,
             scratch=self._scratch_page * self.page_size,
-            longest=max_len,
+            longest=self.max_len,
             any_length=getattr(self.model.ops, "any_length", False),
             capture=capture,
+        )
+
+    def _make_prefill_graphs(self, capture: Capture) -> PrefillGraphs:
+        view, scratch = self._all_rows(len(self.block.device["slots"])), self._scratch_page * self.page_size
+        return PrefillGraphs(
+            self.model, self.block.device, view, self.last, scratch=scratch, longest=self.max_len, capture=capture
         )
 
     def capture_graphs(self, sampling: Sequence[str] = (GREEDY, RANDOM), sizes: Sequence[int] | None = None) -> float:
@@ -226,14 +245,33 @@ class TorchExecutor:
         if graphs is None or not graphs.any_length:
             return 0.0
         before = graphs.seconds
-        kind = "extent" if self.config.kv_allocator in EXTENT_ALLOCATORS else "paged"
-        empty = {name: np.zeros(0, np.int64) for name in self.block.device}
+        kind, empty = self._kv_kind, self._no_requests()
         with torch.inference_mode():
             for size in sorted(sizes or graphs.sizes, reverse=True):
                 self.block.upload(graphs.padded(empty, 0, size))
                 for stage in sampling:
                     graphs.run(StepShape(size, stage, kind, graphs.longest))
         return graphs.seconds - before
+
+    def capture_prefill_graphs(self) -> float:
+        """The same of steps with prompts, for loads of prompts of all lengths beside decodes; seconds. Some hundred graphs:
+        without this each is captured when it was met twice."""
+        graphs = self.prefill_graphs
+        if graphs is None:
+            return 0.0
+        before, nothing = graphs.seconds, self._no_requests() | {"cu_q": np.zeros(1, np.int64)}
+        with torch.inference_mode():
+            for shape in graphs.shapes(self._kv_kind):
+                self.block.upload(graphs.padded(nothing, shape))
+                graphs.run(shape)
+        return graphs.seconds - before
+
+    @property
+    def _kv_kind(self) -> str:
+        return "extent" if self.config.kv_allocator in EXTENT_ALLOCATORS else "paged"
+
+    def _no_requests(self) -> dict[str, np.ndarray]:
+        return {name: np.zeros(0, np.int64) for name in self.block.device}
 
     # --- results
 
@@ -304,7 +342,7 @@ class TorchExecutor:
         if self._closed:
             return
         self._closed = True
-        for name in ("graphs", "k", "v", "model", "block", "block_table", "last", "seen"):
+        for name in ("graphs", "prefill_graphs", "k", "v", "model", "block", "block_table", "last", "seen"):
             delattr(self, name)
         self._anchor = None
         gc.collect()
@@ -327,43 +365,3 @@ class StepHandle:
         if self._result is None:
             self._result = self._finish()
         return self._result
-
-
-def kv_capacity(config: EngineConfig, model: Model, max_len: int) -> int:
-    """KV slots: the setting, or what memory and utilization leave, and never more than all requests could fill.
-
-    CapacityError says what would fit.
-    """
-    per_token = model.config.kv_bytes_per_token(torch.empty(0, dtype=model.dtype).element_size())
-    page = config.page_size
-    most = min(config.max_batch_requests, config.max_batch_tokens) * (-(-max_len // page) * page)
-    if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0] - _workspace_bytes(config, model)
-        fits = int(free * config.kv_memory_utilization) // per_token
-    else:
-        import psutil
-
-        available = psutil.virtual_memory().available
-        fits = available // 4 // per_token
-        most = min(most, max(CPU_KV_BYTES // per_token, -(-max_len // page) * page))
-    if config.kv_capacity_tokens is not None:
-        if config.kv_capacity_tokens > fits:
-            raise CapacityError(
-                f"kv_capacity_tokens={config.kv_capacity_tokens:,} needs {config.kv_capacity_tokens * per_token / 1e9:.1f} GB",
-                f"{max(fits, 0):,} tokens would fit beside the model",
-            )
-        return config.kv_capacity_tokens
-    tokens = min(fits, most) // page * page
-    if tokens < page:
-        raise CapacityError(
-            f"{model.config.name} leaves no room for a page of {page} tokens", "use a smaller model, or a dtype of two bytes"
-        )
-    return tokens
-
-
-def _workspace_bytes(config: EngineConfig, model: Model) -> int:
-    """A step's largest activations, twice over, and float32 logits with their sorted copy."""
-    c, size = model.config, torch.empty(0, dtype=model.dtype).element_size()
-    widest = max(2 * c.ffn_size, c.q_size + 2 * c.kv_size, 4 * c.hidden_size)
-    rows = min(config.max_batch_requests, config.max_batch_tokens)
-    return 2 * config.max_batch_tokens * (widest + 4 * c.hidden_size) * size + 12 * rows * c.vocab_size

@@ -44,6 +44,11 @@ class DispatchedOps(ReferenceOps):
         """Whether decode attention follows the lengths on the device alone, so that one captured graph serves every length."""
         return {self.default, *(rule["backend"] for rule in self.rules if rule.get("phase") != "prefill")} == {"triton"}
 
+    @property
+    def any_prefill(self) -> bool:
+        """The same of steps with prompts, whatever the numbers of requests and of their tokens."""
+        return {self.default, *(rule["backend"] for rule in self.rules)} == {"triton"}
+
     def _make(self, name: str) -> Attention:
         if name == "triton":
             from pdlab.kernels.triton_attention import TritonAttention

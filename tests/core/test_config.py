@@ -30,6 +30,7 @@ BAD_CONFIG: dict[str, list[Any]] = {
     "prefix_reuse": ["no", 1, None],
     "compact_on_refusal": ["", 0],
     "cuda_graphs": ["yes", 1],
+    "prefill_graphs": ["yes", 1],
     "patience_s": [0, NAN, INFINITY, "30", None],
     "seed": [1.0, None, "0", True],
 }
