@@ -4,8 +4,9 @@ for each in turn.
     python -m pdlab.bench.compile_ahead --processes 12 --seconds 30
     pdlab bench decode_single_stream --record --budget 100
 
-Triton keeps what it compiled in TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models
-are cut to two layers, which have every kernel that the whole model has. Nothing is timed, and nothing is recorded.
+or `--what products` and `product_tiles`, or `--what attention` and the attention suites. Triton keeps what it compiled in
+TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models are cut to two layers, which have
+every kernel that the whole model has. Nothing is timed, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -106,10 +107,14 @@ def jobs() -> dict[str, Callable[[Context], None]]:
 def jobs_of(what: str) -> dict[str, Callable[[Context], None]]:
     if what == "decode":
         return jobs()
-    from pdlab.bench import _attention_ahead
+    from pdlab.bench import _attention_ahead, product_tiles
     from pdlab.kernels.tuning import Tuning
 
-    return _attention_ahead.jobs(Tuning.of_device())
+    tuning = Tuning.of_device()
+    if what == "attention":
+        return _attention_ahead.jobs(tuning)
+    steps = {f"batched {name} {rows}": partial(batched, name=name, batch=rows) for name in MODELS[:2] for rows in ROWS[1:]}
+    return steps | product_tiles.compiled_products(tuning)
 
 
 def work(part: int, parts: int, seconds: float, what: str = "decode") -> None:
@@ -143,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no process begins another kernel")
     parser.add_argument("--part", type=int, help="be one of the processes: this one of --processes")
-    parser.add_argument("--what", choices=("decode", "attention"), default="decode", help="whose kernels")
+    parser.add_argument("--what", choices=("decode", "attention", "products"), default="decode", help="whose kernels")
     given = parser.parse_args(arguments)
     if given.part is not None:
         work(given.part, given.processes, given.seconds, given.what)

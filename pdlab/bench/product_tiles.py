@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pdlab.kernels.product_tiles import ProductTile, RingTile, product_rule, ring_rule
+from pdlab.kernels.product_tiles import ProductTile, RingTile, columns_of, product_rule, ring_rule
 from pdlab.models.catalogue import config_of
 
 if TYPE_CHECKING:
     import torch
 
     from pdlab.bench.suites import Context
+    from pdlab.kernels.products import Workspace
     from pdlab.kernels.tuning import Tuning
     from pdlab.models.config import ModelConfig
 
@@ -46,26 +48,57 @@ def shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+# (weight rows, elements of a step, warps, stages, slices) for up to 8, 32 and 64 activation rows
+SIZES = {
+    8: (
+        (64, 128, 4, 4, 1), (64, 128, 4, 6, 1), (128, 64, 8, 6, 1), (32, 256, 4, 4, 4), (16, 512, 4, 4, 4), (16, 512, 8, 5, 8),
+        (64, 256, 8, 4, 8),
+    ),
+    32: (
+        (64, 128, 4, 3, 1), (64, 128, 4, 4, 1), (64, 64, 4, 4, 1), (128, 64, 8, 4, 1), (256, 64, 8, 3, 1), (32, 256, 4, 3, 4),
+        (16, 512, 4, 3, 4),
+    ),
+    64: (
+        (64, 64, 4, 4, 1), (64, 64, 4, 6, 1), (64, 128, 4, 3, 1), (128, 64, 8, 4, 1), (128, 64, 4, 4, 1), (256, 64, 8, 3, 1),
+        (256, 64, 8, 4, 1), (32, 256, 4, 3, 4),
+    ),
+}  # fmt: skip
+SHARES = (2, 3, 4, 6, 8)  # programs that may share a tile
+
+
+def held_bytes(tile: ProductTile, columns: int, itemsize: int = 2) -> int:
+    """Shared memory of a program. Matrix instructions that read operands there while the next tile comes (Hopper's, which need
+    16 columns and all warps on one tile) take a tile more than those that load them into registers first."""
+    there = tile.stages if columns >= 16 and tile.slices == 1 else tile.stages - 1
+    return there * (tile.rows + columns) * tile.k * itemsize
+
+
 def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> Iterator[ProductTile]:
-    """The rule's tile, and others that keep 64 KB or more a multiprocessor on their way."""
+    """The rule's tile, and others that keep 64 KB or more a multiprocessor on their way and are resident all at once.
+
+    A second wave of programs begins when the first ends, and most of the device waits for it: so as many programs share a tile
+    as find room together, or about half as many. Before the wait 64 KB a program are asked into L2.
+    """
     rule = product_rule(tuning, op, outputs, k, batch)
     yield rule
-    columns = 16 if batch <= 16 else 32 if batch <= 32 else 64
-    for rows, tile_k, stages, warps in (
-        (64, 128, 4, 4), (64, 128, 5, 4), (64, 128, 3, 4), (64, 256, 3, 4), (32, 256, 4, 4), (64, 64, 6, 4), (128, 64, 4, 8),
-        (128, 128, 3, 8),
-    ):  # fmt: skip
-        if stages * (rows + columns) * tile_k * 2 > tuning.shared_bytes - (4 << 10) or rows * columns > 2048 * warps:
+    columns, seen = columns_of(batch), {rule}
+    for rows, tile_k, warps, stages, slices in SIZES[min(size for size in SIZES if batch <= size)]:
+        tile = replace(rule, rows=rows, k=tile_k, warps=warps, stages=stages, slices=slices)
+        held = held_bytes(tile, columns) + 1024
+        if held > tuning.shared_bytes - 1024 or tile_k > k:
             continue
+        room = min(tuning.shared_bytes // held, 16 // warps) * tuning.multiprocessors
         tiles = -(-outputs // rows)
-        most = 3 * tuning.multiprocessors
-        splits = [s for s in (1, 2, 4, 8) if tiles * s <= most and k // (tile_k * s) >= 2 and 4 * tiles * s >= most] or [1]
-        for split in splits:
-            for ahead in (512, 1024) if rule.pdl else (0,):  # columns asked into L2 before the wait
-                if ahead <= k // split:
-                    tile = replace(rule, rows=rows, k=tile_k, split=split, warps=warps, stages=stages, fetch=ahead // tile_k)
-                    if tile != rule:
-                        yield tile
+        fitting = [1] + [s for s in SHARES if tiles * s <= room and k % (tile_k * s) == 0 and k // (tile_k * s) >= 2]
+        if (tiles > room and rows < columns) or (rows < 32 and tiles > room):
+            continue  # x, which every tile reads again, would be most of what is read
+        ask = max(1, (32 << 10) // rows // tile_k)
+        for split in {fitting[-1], max(s for s in fitting if 2 * s <= fitting[-1] or s == 1)}:
+            fetch = 1 << (min(ask, k // split // tile_k).bit_length() - 1)
+            found = replace(tile, split=split, fetch=fetch if rule.pdl else 0)
+            if found not in seen and tiles * split >= 0.7 * tuning.multiprocessors:
+                seen.add(found)
+                yield found
 
 
 def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
@@ -116,6 +149,44 @@ def _sweep_products(ctx: Context, config: ModelConfig, tuning: Tuning) -> None:
             _attention.write_table(ctx, "product_tiles", made, {"op": op, "outputs": outputs, "k": k})
 
 
+def product_call(
+    op: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, tile: ProductTile, workspace: Workspace
+) -> torch.Tensor:
+    """The operation behind its norm; QKV without rotation and cache, which read next to nothing."""
+    from pdlab.kernels.norm_product import NOTHING, SWIGLU, norm_product
+    from pdlab.kernels.ops import NormWeights
+    from pdlab.kernels.residual_product import residual_product
+
+    if op.endswith("residual"):
+        return residual_product(x, weight, None, residual, tile, workspace)
+    unread = NormWeights(x, None, 0.0)  # x is normed
+    return norm_product(x, unread, weight, None, SWIGLU if op == "norm_mlp_up" else NOTHING, tile, workspace, normed=True)
+
+
+def compiled_products(tuning: Tuning) -> dict[str, Callable[[Context], None]]:
+    """Every candidate of the sweep, called once on anything: jobs for pdlab.bench.compile_ahead."""
+
+    def job(ctx: Context, op: str, outputs: int, k: int, batch: int, tile: ProductTile) -> None:
+        import torch
+
+        from pdlab.kernels.products import Workspace
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=getattr(torch, ctx.dtype), device=ctx.device)
+
+        workspace = Workspace(torch.device(ctx.device))
+        product_call(op, empty(batch, k), empty(outputs, k), empty(batch, outputs), tile, workspace)
+
+    return {
+        f"{name} {op} {batch} {tile}": partial(job, op=op, outputs=outputs, k=k, batch=batch, tile=tile)
+        for name in MODELS
+        for op, (outputs, k) in shapes(config_of(name)).items()
+        if op != "projection_sample"
+        for batch in BATCHES
+        for tile in product_candidates(tuning, op, outputs, k, batch)
+    }
+
+
 class Product:
     """One product of several rows: its inputs, what is right, and a row for each tile."""
 
@@ -144,16 +215,7 @@ class Product:
         }.get(op, product + self.residual.double())
 
     def call(self, weight: torch.Tensor, tile: ProductTile) -> torch.Tensor:
-        """The operation behind its norm; QKV without rotation and cache, which read next to nothing."""
-        from pdlab.kernels.norm_product import NOTHING, SWIGLU, norm_product
-        from pdlab.kernels.ops import NormWeights
-        from pdlab.kernels.residual_product import residual_product
-
-        if self.op.endswith("residual"):
-            return residual_product(self.x, weight, None, self.residual, tile, self.workspace)
-        activation = SWIGLU if self.op == "norm_mlp_up" else NOTHING
-        unread = NormWeights(self.x, None, 0.0)  # x is normed
-        return norm_product(self.x, unread, weight, None, activation, tile, self.workspace, normed=True)
+        return product_call(self.op, self.x, weight, self.residual, tile, self.workspace)
 
     def time(self, tile: ProductTile) -> float | None:
         """Microseconds of one tile, also written as a row; None where it has none."""

@@ -37,7 +37,7 @@ def norm_product_kernel(
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     EACH: tl.constexpr = 2 if ACTIVATION == _SWIGLU else 1  # weight rows an output
@@ -45,7 +45,7 @@ def norm_product_kernel(
     rows = tl.minimum(tile * (ROWS // EACH) + lanes // EACH, WIDTH - 1) + lanes % EACH * WIDTH
     acc, whole = products(
         X, NORM_W, NORM_B, W, X, W, PART, COUNT, rows, tile, batch, eps,
-        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, SLICES,
     )  # fmt: skip
     if whole:
         if BIASED:
@@ -81,6 +81,6 @@ def norm_product(
     norm_product_kernel[(tiles, tile.split)](
         x, norm.weight, norm.weight if norm.bias is None else norm.bias, weight, x if bias is None else bias, out,
         part, count, norm.eps, tokens, WIDTH=width, ACTIVATION=activation, BIASED=bias is not None,
-        **constants(tile, columns, k, kind),
+        SLICES=tile.slices, **constants(tile, columns, k, kind),
     )  # fmt: skip
     return out

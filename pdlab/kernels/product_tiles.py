@@ -25,6 +25,7 @@ class ProductTile:
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     tma: bool = False  # whole tiles by the copy engine; Hopper and later, several activation rows, the vocabulary's product
+    slices: int = 1  # of a step's elements, one a warp: 1 or `warps`; several activation rows
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class RingTile:
 
 
 def columns_of(batch: int) -> int:
-    """Activation rows as the kernels hold them: 1, or a power of two from 16 on."""
-    return 1 if batch == 1 else max(16, 1 << (batch - 1).bit_length())
+    """Activation rows as the kernels hold them: 1, or a power of two from 8 on."""
+    return 1 if batch == 1 else max(8, 1 << (batch - 1).bit_length())
 
 
 def product_tile(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> ProductTile:

@@ -5,8 +5,10 @@
 Bytes: W once, rows * K * itemsize; x is small and stays in L2. Bound: bandwidth. The weights are the tall operand whatever the
 batch, so a program streams its ROWS rows of W and keeps [ROWS, BM] results.
 
-One activation row (BM = 1): multiply-adds on the plain cores; more: matrix products with the batch as the narrow side. What a
-program asks for before it waits for the kernel launched before it (tiles of W: with one row AHEAD into registers, then FETCH
+One activation row (BM = 1): multiply-adds on the plain cores; more: matrix products with the batch as the narrow side, in
+which all warps take the same elements of K, or with SLICES > 1 each warp a slice of its own: a tile of as few as 16 weight rows
+then keeps all warps busy, so that a product with few rows fills the device without programs that share a tile. What a program
+asks for before it waits for the kernel launched before it (tiles of W: with one row AHEAD into registers, then FETCH
 into L2) streams in under that kernel's tail. What that kernel wrote is read after the wait; nothing is written before it.
 
 With one row RMSNorm's 1/rms scales the product, so it needs no pass of its own: sum x^2 is gathered beside it. LayerNorm
@@ -137,16 +139,45 @@ def _one_row(
 
 
 @triton.jit
+def begin(W, rows, first, K: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):
+    """Asks for the first COUNT elements of each row from `first` on, into L2, then waits for the kernel launched before."""
+    if PDL:
+        if COUNT:
+            _into_l2(W, rows, first, K, COUNT)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _sliced_rows(
+    X, W, rows, first, batch,
+    K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each warp multiplies its own slice of a turn's BK elements; the warps' results meet once, at the end."""
+    m = tl.arange(0, BM)[None, :, None]
+    lanes = tl.arange(0, SLICES)[:, None] * (BK // SLICES) + tl.arange(0, BK // SLICES)[None, :]
+    acc = tl.zeros((SLICES, ROWS, BM), tl.float32)
+    for start in tl.range(first, first + SPAN, BK, num_stages=STAGES):
+        k = (start + lanes)[:, None, :]
+        here = W + rows.to(tl.int64)[None, :, None] * K + k
+        there = X + m * K + k
+        if EVEN:
+            w = tl.load(here, eviction_policy="evict_first")
+            x = tl.load(there, mask=m < batch, other=0.0)
+        else:
+            w = tl.load(here, mask=k < K, other=0.0, eviction_policy="evict_first")
+            x = tl.load(there, mask=(m < batch) & (k < K), other=0.0)
+        acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+    return tl.sum(acc, 0)
+
+
+@triton.jit
 def _many_rows(
     X, W, XD, WD, rows, tile, first, batch,
     K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    FETCH: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        if FETCH:
-            _into_l2(W, rows, first, K, FETCH * BK)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((ROWS, BM), tl.float32)
     if TMA:
         for k in tl.range(first, first + SPAN, BK, num_stages=STAGES):
@@ -166,10 +197,12 @@ def products(
     X, NORM_W, NORM_B, W, XD, WD, PART, COUNT, rows, tile, batch, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    SLICES: tl.constexpr = 1, BEGUN: tl.constexpr = False,
 ):  # fmt: skip
     """(P float32 [ROWS, BM], whether this program holds the whole of it). Program (tile, part) of a grid [tiles, SPLIT].
 
-    With TMA, `rows` are those of the tile in order, and XD and WD describe x and W to the copy engine (else anything).
+    BEGUN: the caller, of several rows, has called `begin` itself. With TMA, `rows` are those of the tile in order, and XD and
+    WD describe x and W to the copy engine (else anything).
     """
     SPAN: tl.constexpr = ((K + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
     EVEN: tl.constexpr = SPAN * SPLIT == K
@@ -178,9 +211,12 @@ def products(
         acc, squares = _one_row(X, NORM_W, NORM_B, W, rows, part * SPAN, eps, K, SPAN, ROWS, BK, EVEN, AHEAD, FETCH, NORM, PDL)
     else:
         tl.static_assert(NORM == 0, "several rows come normed")
-        acc = _many_rows(
-            X, W, XD, WD, rows, tile, part * SPAN, batch, K, SPAN, ROWS, BM, BK, EVEN, FETCH, PDL, STAGES, TMA
-        )  # fmt: skip
+        if not BEGUN:
+            begin(W, rows, part * SPAN, K, FETCH * BK, PDL)
+        if SLICES > 1:
+            acc = _sliced_rows(X, W, rows, part * SPAN, batch, K, SPAN, ROWS, BM, BK, SLICES, EVEN, STAGES)
+        else:
+            acc = _many_rows(X, W, XD, WD, rows, tile, part * SPAN, batch, K, SPAN, ROWS, BM, BK, EVEN, STAGES, TMA)
         squares = tl.zeros((BM,), tl.float32)
     whole = part == SPLIT - 1
     if SPLIT > 1:
@@ -188,15 +224,17 @@ def products(
         mine = PART + (tile * SPLIT).to(tl.int64) * ((ROWS + 1) * BM)  # a part: ROWS rows of products, one of squares
         at = r[:, None] * BM + m[None, :]
         tl.store(mine + part * ((ROWS + 1) * BM) + at, acc)
-        tl.store(mine + part * ((ROWS + 1) * BM) + ROWS * BM + m, squares)
+        if NORM == _RMS:
+            tl.store(mine + part * ((ROWS + 1) * BM) + ROWS * BM + m, squares)
         tl.debug_barrier()  # every thread's stores come before the release below
         whole = tl.atomic_add(COUNT + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if whole:
             acc = tl.zeros((ROWS, BM), tl.float32)
             squares = tl.zeros((BM,), tl.float32)
-            for i in range(tl.num_programs(1)):  # .cg: written by other SMs during this launch
+            for i in tl.static_range(SPLIT):  # unrolled, so that one latency covers all; .cg: written by other SMs meanwhile
                 acc += tl.load(mine + i * ((ROWS + 1) * BM) + at, cache_modifier=".cg")
-                squares += tl.load(mine + i * ((ROWS + 1) * BM) + ROWS * BM + m, cache_modifier=".cg")
+                if NORM == _RMS:
+                    squares += tl.load(mine + i * ((ROWS + 1) * BM) + ROWS * BM + m, cache_modifier=".cg")
             tl.store(COUNT + tile, 0)  # for the next launch
     if NORM == _RMS:
         acc *= tl.rsqrt(squares / K + eps)[None, :]

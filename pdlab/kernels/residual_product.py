@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pdlab.kernels.product_tiles import ProductTile, columns_of
-from pdlab.kernels.products import PLAIN, Workspace, constants, products
+from pdlab.kernels.products import PLAIN, Workspace, begin, constants, products
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -24,22 +24,28 @@ def residual_product_kernel(
     OUTPUTS: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     lanes = tile * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(lanes, OUTPUTS - 1)
+    m = tl.arange(0, BM)
+    at = m[None, :] * OUTPUTS + rows[:, None]
+    keep = (lanes < OUTPUTS)[:, None] & (m < batch)[None, :]
+    if BM > 1:
+        SPAN: tl.constexpr = ((K + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
+        begin(W, rows, tl.program_id(1) * SPAN, K, FETCH * BK, PDL)
+        x = tl.load(X + at, mask=keep, other=0.0)  # before the product, which takes longer than it to come
     acc, whole = products(
         U, U, U, W, U, W, PART, COUNT, rows, tile, batch, 0.0,
-        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, SLICES, BM > 1,
     )  # fmt: skip
     if whole:
-        m = tl.arange(0, BM)
-        at = m[None, :] * OUTPUTS + rows[:, None]
-        keep = (lanes < OUTPUTS)[:, None] & (m < batch)[None, :]
         if BIASED:
             acc += tl.load(BIAS + rows).to(tl.float32)[:, None]
-        acc += tl.load(X + at, mask=keep, other=0.0).to(tl.float32)
+        if BM == 1:
+            x = tl.load(X + at, mask=keep, other=0.0)
+        acc += x.to(tl.float32)
         tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=keep)
 
 
@@ -55,6 +61,6 @@ def residual_product(
     out = torch.empty_like(x)
     residual_product_kernel[(tiles, tile.split)](
         u, weight, x if bias is None else bias, x, out, part, count, tokens, OUTPUTS=outputs, BIASED=bias is not None,
-        **constants(tile, columns, k, PLAIN),
+        SLICES=tile.slices, **constants(tile, columns, k, PLAIN),
     )  # fmt: skip
     return out
