@@ -263,15 +263,14 @@ def _sweep_rings(ctx: Context, name: str) -> None:
 
 
 def persistent_ways() -> dict[str, dict[str, Any]]:
-    """Settings of the persistent kernel to time: how far ahead weights are asked for, and stages from L2 to shared memory."""
-    ways: dict[str, dict[str, Any]] = {f"ahead_{ahead}": {"ahead": ahead} for ahead in (8, 0, 4, 6, 10, 12)}
-    return ways | {"stages_3": {"stages": 3}, "stages_5": {"stages": 5}, "keys_32": {"keys": 32}}
+    """Settings of the persistent kernel to time: the size of a stage of its ring, and fewer of them."""
+    return {"1x": {"panels": 1}, "2x": {"panels": 2}, "1x8": {"panels": 1, "stages": 8}, "1x4": {"panels": 1, "stages": 4}}
 
 
 def _sweep_persistent(ctx: Context, loaded: Any) -> None:
     """Steps of one request by all layers as one kernel: `rings` says persistent and how."""
     from pdlab.bench import _stages as stages
-    from pdlab.kernels.persistent_decode import StackTile
+    from pdlab.kernels.ring_stack import StackTile
 
     for way, settings in persistent_ways().items():
 

@@ -27,8 +27,8 @@ from pdlab.kernels.residual_product import residual_product
 from pdlab.kernels.row_kernels import norm_rows, rope_rows, silu_product
 
 if TYPE_CHECKING:
-    from pdlab.kernels.persistent_decode import Stack, StackTile
     from pdlab.kernels.ring_kernels import Following
+    from pdlab.kernels.ring_stack import RingStack, StackTile
 
 
 class FusedOps(DispatchedOps):
@@ -51,7 +51,7 @@ class FusedOps(DispatchedOps):
         self.prefetch, self.measured = prefetch, measured
         self.persistent = persistent and self.tuning.capability == (9, 0)
         self.stack_tile: StackTile | None = None  # None: the default; read where a model's first step is made
-        self.stacks: dict[int, tuple[list[LayerWeights], Stack | None]] = {}  # by the list of layers, which is kept alive
+        self.stacks: dict[int, tuple[list[LayerWeights], RingStack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
         self.ring_tiles: dict[
@@ -105,7 +105,7 @@ class FusedOps(DispatchedOps):
         if not self.persistent or rope is None or not len(x) == len(view.seq_lens) == view.max_q == 1:
             return None
         if id(layers) not in self.stacks:
-            from pdlab.kernels.persistent_decode import stack_of
+            from pdlab.kernels.ring_stack import stack_of
 
             self.stacks[id(layers)] = layers, stack_of(layers, self.model.head_dim, self.stack_tile)
         stack = self.stacks[id(layers)][1]

@@ -38,6 +38,12 @@ PANEL = gl.constexpr(64)  # columns of W' in one copy: 128 bytes, the widest swi
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
+@gluon.constexpr_function
+def pieces_of(k, panels):
+    """Pieces of `panels` panels that a tile of rows of k elements is."""
+    return (k // 16 + panels * 64 - 1) // (panels * 64)
+
+
 @gluon.jit
 def launch_dependents():
     gl.inline_asm_elementwise(
@@ -165,7 +171,7 @@ def activation(X, NORM_W, eps, WD, K: gl.constexpr, NORM: gl.constexpr):
 
 
 @gluon.jit
-def _diagonal(c, ROW: gl.constexpr):
+def diagonal(c, ROW: gl.constexpr):
     """P [PAIRS] of C [64, 16]."""
     LAYOUT: gl.constexpr = c.type.layout
     line = gl.arange(0, LINES, gl.SliceLayout(1, LAYOUT))
@@ -198,4 +204,4 @@ def next_tile(
         a, b = warpgroup_mma_wait(0, deps=[a, b])
         barrier()  # all warps have read the stage
         ask(ring, full, WD, NEXT, i + c + STAGES, pieces, apart, K, PANELS, STAGES, PARTNERS, NEXT_SIZE, NEXT_APART)
-    return _diagonal(a, ROW) * scale, _diagonal(b, ROW) * scale
+    return diagonal(a, ROW) * scale, diagonal(b, ROW) * scale

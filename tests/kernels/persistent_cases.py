@@ -76,7 +76,16 @@ class StackCase:
             positions=numbers(last), max_q=1, max_kv=self.length, host_lens=((1, self.length),),
         )  # fmt: skip
 
-    def stack(self, layers: list[LayerWeights]) -> Stack:
+    def ring_stack(self, layers: list[LayerWeights]) -> Any:
+        """On Hopper, the kernel whose weights come by a ring."""
+        from pdlab.kernels.ring_stack import RingStack, StackTile
+
+        heads = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
+        return RingStack(layers, **heads, programs=self.programs, tile=StackTile(**(self.tile or {})))
+
+    def stack(self, layers: list[LayerWeights]) -> Any:
+        if self.device == "cuda":
+            return self.ring_stack(layers)
         small = {"lines": 32, "segment": 16, "keys": 16, "fetch": False, "patience": 10_000}
         tile = StackTile(**(small if self.device == "cpu" else {}) | (self.tile or {}))
         heads = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}

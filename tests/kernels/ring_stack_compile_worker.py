@@ -1,0 +1,48 @@
+"""Compiles (never runs) the persistent decode kernel for catalogue models, and prints what each takes, as JSON.
+
+    python ring_stack_compile_worker.py '[["llama-1b", true], ...]'      true: pages, false: extents
+
+Run in a process without TRITON_INTERPRET, under which nothing would be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from compile_worker import ahead_of_time, resources
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from pdlab.kernels.persistent_ring import persistent_ring_kernel
+from pdlab.kernels.ring_stack import StackTile, kernel_constants
+from pdlab.models.catalogue import config_of
+
+FLOATS = ("eps_attn", "eps_mlp", "scale_log2")
+WEIGHTS = ("QKV", "OUT", "UP", "DOWN")
+BF16 = ("X", "OUT_X", "ATTN_NORM", "MLP_NORM", "KC", "VC", "Q", "ATTN", "U")
+FP32 = ("COS", "SIN", "PART_O", "PART_M", "PART_L")
+INT64 = ("POSITIONS", "SLOTS", "BASE")
+INT32 = ("LENGTHS", "TABLE", "COUNT", "FAILED")
+
+
+def compile_for(model: str, paged: bool) -> dict[str, Any]:
+    c = config_of(model)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    fixed = kernel_constants(StackTile(), c.hidden_size, c.ffn_size, c.num_heads, c.num_kv_heads, c.head_dim, 16)
+    fixed = fixed | {"PAGED": paged, "PAGE": 16 if paged else 1}
+    types = {name: f"tensordesc<bf16{[64, 64]},{layout!r}>" for name in WEIGHTS}
+    types |= dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | dict.fromkeys(FLOATS, "fp32")
+    types |= dict.fromkeys(INT64, "*i64") | dict.fromkeys(INT32, "*i32") | {"kv_stride": "i64"}
+    built = ahead_of_time(persistent_ring_kernel, GluonASTSource, fixed, types, (9, 0), 4, launch_cooperative_grid=True)
+    ptx = built.asm["ptx"]
+    return {
+        "shared": built.metadata.shared,
+        "acquires": ptx.count("ld.acquire.gpu.global"),
+    } | resources(built.asm["cubin"])
+
+
+if __name__ == "__main__":
+    for model, paged in json.loads(sys.argv[1]):
+        print(json.dumps(compile_for(model, paged)), flush=True)
