@@ -95,9 +95,14 @@ class LLM:
         if self.config.dtype not in ("auto", dtype):
             raise ConfigError(f"dtype={self.config.dtype!r}, and the model was loaded in {dtype}", "load it in that dtype")
         model.ops = make_ops(self.config, loaded.config, model.device, model.dtype)
+        if (
+            prepare := getattr(model.ops, "prepare", None)
+        ) is not None:  # operations that want their weights laid out otherwise
+            prepare(model.layers)
         executor = TorchExecutor(self.config, model, max_len=longest_request(self.config, loaded.config))
         itemsize = model.weights.embed.element_size()
-        estimator = make_estimator(self.config, loaded.config, ceilings_for(machine.slug, dtype), itemsize)
+        padded = executor.prefill_graphs is not None
+        estimator = make_estimator(self.config, loaded.config, ceilings_for(machine.slug, dtype), itemsize, padded=padded)
         decoder = self.tokenizer.stream if self.tokenizer is not None else None
         return Engine(self.config, loaded.config, executor, estimator, decoder=decoder, end_tokens=loaded.config.eos_token_ids)
 

@@ -98,6 +98,14 @@ class FusedOps(DispatchedOps):
         """x as the product's kernel wants it, and whether it is normed already: several rows are."""
         return (x, False) if len(x) == 1 else (norm_rows(x, norm, pdl=tile.pdl), True)
 
+    def prepare(self, layers: list[LayerWeights]) -> None:
+        """Called before the cache takes the memory that is left: weights are laid out as the persistent kernel wants them."""
+        if self.persistent:
+            from pdlab.kernels.ring_stack import stack_fits, stack_weights
+
+            if stack_fits(layers, self.model.head_dim):
+                stack_weights(layers)
+
     def layer_stack(
         self, x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable | None, view: KVView
     ) -> torch.Tensor | None:

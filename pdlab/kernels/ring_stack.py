@@ -39,17 +39,31 @@ class StackTile:
 
 def stack_weights(layers: list[LayerWeights]) -> dict[str, torch.Tensor]:
     """Each kind of weight of all layers as one tensor [layers, ...]; the layers' own become views of it, so that the weights
-    are held once. One kind at a time is there twice while this goes on."""
+    are held once. One kind at a time is there twice while this goes on; what is stacked already is left as it is."""
     stacked = {}
     for name in LINEAR:
-        stacked[name] = torch.stack([getattr(w, name) for w in layers])
-        for w, own in zip(layers, stacked[name], strict=True):
-            setattr(w, name, own)
+        own = [getattr(w, name) for w in layers]
+        stacked[name] = _as_one(own)
+        if stacked[name] is None:
+            stacked[name] = torch.stack(own)
+            for w, view in zip(layers, stacked[name], strict=True):
+                setattr(w, name, view)
+        del own  # before the next kind is copied
     for name in NORMS:
         stacked[name] = torch.stack([getattr(w, name).weight for w in layers])
     for w, after in pairwise(layers):
         w.following = after.qkv
     return stacked
+
+
+def _as_one(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor [n, ...] that contiguous tensors of one shape are, if they lie one after the other in one allocation."""
+    first, size = tensors[0], tensors[0].numel()
+    for i, t in enumerate(tensors):
+        same = t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and t.is_contiguous()
+        if not same or t.storage_offset() != first.storage_offset() + i * size:
+            return None
+    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
 
 
 class RingStack:
