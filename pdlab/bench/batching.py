@@ -69,7 +69,9 @@ def run(ctx: Context) -> None:
     shrink, n = (1, REQUESTS) if ctx.full else (16, 24)
     scale, budget = serving.scale_of(ctx), BUDGET // shrink
     config = scale.config.with_(max_batch_tokens=budget, static_batch_tokens=budget)
-    with serving.Session(ctx, serving.Scale(model, scale.long_tokens, shrink, config), batching="static") as session:
+    with serving.Session(
+        ctx, serving.Scale(model, scale.long_tokens, shrink, config), batching="static", capture=False
+    ) as session:
         session.warm()
         _measure(ctx, session, n, budget)
 

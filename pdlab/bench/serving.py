@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pdlab.bench.memory_runs import Part, real_engine
 from pdlab.core.config import EngineConfig
@@ -25,7 +25,7 @@ from pdlab.core.plan import PlanShape
 from pdlab.costs.calibration import data_sheet_cost, estimator_file
 from pdlab.costs.formulas import itemsize_of, kv_bytes, weights_bytes
 from pdlab.costs.interface import Estimator
-from pdlab.costs.learned import GROUPS, LearnedEstimator
+from pdlab.costs.learned import GROUPS, MIXED_GROUPS, LearnedEstimator
 from pdlab.costs.roofline import Ceilings, ceilings_for
 from pdlab.engine.coalescing import CoalescingEngine
 from pdlab.engine.engine import Engine
@@ -124,6 +124,16 @@ def ladder(config: EngineConfig) -> Workload:
     return Workload("ladder", items, 0)
 
 
+def prompt_ladder(config: EngineConfig) -> Workload:
+    """Beside a few decodes prompts of every size that steps with prompts are padded to, and of a little less, twice."""
+    decodes = min(24, config.max_batch_requests // 2)
+    sizes = [n - decodes for n in MIXED_GROUPS if decodes + 16 < n <= config.max_batch_tokens]
+    prompts = [k for n in sizes for k in (n, n - min(32, n // 4))] * 2
+    items = [Item(0.0, prompt_tokens=24, max_tokens=len(prompts) + 8)] * decodes
+    items += [Item(0.0, prompt_tokens=n, max_tokens=1) for n in prompts]
+    return Workload("prompt ladder", items, 0, decodes + 1)
+
+
 def with_objectives(config: EngineConfig, step_seconds: Callable[[PlanShape], float]) -> EngineConfig:
     """Objectives in the device's own measure: a first token within ten full steps of prompts alone, later ones within two."""
     step = step_seconds(PlanShape(((config.max_batch_tokens, 0),), sampled=1))
@@ -142,10 +152,13 @@ def saturated_rate(outcome: Outcome) -> float:
 class Session:
     """A loaded model on one executor, and what its estimator has learned of it. `ctx.say` reports progress.
 
-    `batching`: the one that needs the largest buffers of those that will run here.
+    `batching`: the one that needs the largest buffers of those that will run here. `capture`: graphs of steps with prompts are
+    captured now, some seconds, and not among the first requests.
     """
 
-    def __init__(self, ctx: Context, scale: Scale | None = None, *, batching: str = "continuous_chunked") -> None:
+    def __init__(
+        self, ctx: Context, scale: Scale | None = None, *, batching: str = "continuous_chunked", capture: bool = True
+    ) -> None:
         from pdlab.models.loading import load
 
         self.ctx, self.scale = ctx, scale or scale_of(ctx)
@@ -153,12 +166,15 @@ class Session:
         self.model = self.loaded.config
         self.ceilings = ceilings_for(ctx.machine.slug, ctx.dtype)
         self.itemsize = itemsize_of(ctx.dtype)
-        self.estimator = self.fresh_estimator()
         self.config = self.scale.config
         self.capacity = math.nan  # requests/s, first come first served
         self._stack = ExitStack()
         owner = self._stack.enter_context(real_engine(self.loaded, self.config.with_(batching=batching)))
-        self._executor, self.slots = owner.executor, owner.executor.capacity()
+        self._executor = cast(Any, owner.executor)
+        self.slots, self.padded = owner.executor.capacity(), self._executor.prefill_graphs is not None
+        if capture and (seconds := self._executor.capture_prefill_graphs()):
+            ctx.say(f"  captured {len(self._executor.prefill_graphs)} graphs of steps with prompts in {seconds:.1f} s")
+        self.estimator = self.fresh_estimator()
 
     def __enter__(self) -> Session:
         return self
@@ -168,7 +184,9 @@ class Session:
 
     def fresh_estimator(self) -> LearnedEstimator:
         """One that knows the data sheet, or the measured ceilings, and nothing else."""
-        return LearnedEstimator(self.model, self.ceilings, self.itemsize, self.scale.config.max_batch_tokens)
+        return LearnedEstimator(
+            self.model, self.ceilings, self.itemsize, self.scale.config.max_batch_tokens, padded=self.padded
+        )
 
     def real(
         self, config: EngineConfig, workload: Workload, estimator: Estimator | None = None, seconds: float | None = None
@@ -207,6 +225,7 @@ class Session:
         part = seconds / (len(TRAINING) + 1)
         self.warm()
         self.real(self.config, ladder(self.config))
+        self.real(self.config, prompt_ladder(self.config))
         rough = saturated_rate(self.real(self.config, mixed_load(self.scale, 1000, 1e6, self.ctx.seed + 100), seconds=part))
         for i, load in enumerate(TRAINING):
             rate = load * rough

@@ -107,12 +107,14 @@ class RooflineEstimator(Estimator):
         self.lengths.update(state["lengths"])
 
 
-def make_estimator(config: EngineConfig, model_config: ModelConfig, ceilings: Ceilings, itemsize: int) -> Estimator:
-    """The estimator that `config.estimator` names."""
+def make_estimator(
+    config: EngineConfig, model_config: ModelConfig, ceilings: Ceilings, itemsize: int, *, padded: bool = False
+) -> Estimator:
+    """The estimator that `config.estimator` names. `padded`: steps with prompts run in graphs, see costs.learned."""
     if config.estimator == "roofline":
         return RooflineEstimator(model_config, ceilings, itemsize, config.max_batch_tokens)
     if config.estimator == "learned":
         from pdlab.costs.learned import LearnedEstimator
 
-        return LearnedEstimator(model_config, ceilings, itemsize, config.max_batch_tokens)
+        return LearnedEstimator(model_config, ceilings, itemsize, config.max_batch_tokens, padded=padded)
     raise ConfigError(f"estimator={config.estimator!r} is not built", "choose roofline or learned")

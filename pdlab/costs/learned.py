@@ -10,10 +10,11 @@ times slower than ideal" and 1 is the guess before any data:
     head  output projection of the rows that sample       ctx  K and V that prefill chunks read back
     calls, rows  10 us for every prefill chunk, 1 us for every decode      1 ms  for what costs the same in any step: guess 0
 
-Two sets of weights (regression.py), for steps of decodes alone (CUDA graphs) and steps with prefill. Kernels are chosen and
-padded by the number of rows, so a step's time jumps where a sum of features is smooth: each group of row counts has an offset
-of its own. A step with prompts takes no less than launching it takes the host (host_times.py), and one that had to wait for
-its own launches says nothing of the device.
+Two sets of weights (regression.py), for steps of decodes alone and steps with prefill. Kernels are chosen and padded by the
+number of rows, so a step's time jumps where a sum of features is smooth: each group of row counts has an offset of its own.
+Where steps run in CUDA graphs (`padded`), a group's bound is what its steps are filled up to: rows that fill up take as long
+as any others, so the bound is the number of rows. A step with prompts takes no less than launching it takes the host
+(host_times.py), and one that had to wait for its own launches says nothing of the device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 KNOTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048)  # rows; the last segment is open
 GROUPS = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32))  # rows up to which kernels see the same batch; the last is open
-MIXED_GROUPS = (16, 32, 64, *range(128, 2049, 128))
+MIXED_GROUPS = (16, 32, 64, *range(128, 2049, 128))  # the same of steps with prompts
 LAUNCH_SLACK = 1.5e-3  # a step that ends within so many seconds of its last launch is taken to have waited for it
 
 
@@ -48,8 +49,11 @@ class LearnedEstimator(RooflineEstimator):
 
     name = "learned"
 
-    def __init__(self, model: ModelConfig, ceilings: Ceilings, itemsize: int, chunk: int = 2048) -> None:
+    def __init__(
+        self, model: ModelConfig, ceilings: Ceilings, itemsize: int, chunk: int = 2048, *, padded: bool = False
+    ) -> None:
         super().__init__(model, ceilings, itemsize, chunk)
+        self.padded = padded
         self._scale()
         corner = [max(self._weights_s, self._row_s * k) for k in (*KNOTS, 2 * KNOTS[-1])]
         ends = (*KNOTS[1:], 2 * KNOTS[-1])
@@ -83,6 +87,9 @@ class LearnedEstimator(RooflineEstimator):
             context += c
             pairs += n * c + n * (n + 1) // 2
         rows = chunk_tokens + s.decode_count + s.pad_tokens
+        if self.padded:
+            groups = MIXED_GROUPS if s.prefill else GROUPS
+            rows = groups[bisect_left(groups, rows)] if rows <= groups[-1] else rows
         x = [self._weights_s]
         for lo, hi in pairwise(KNOTS):
             x.append(self._row_s * (min(rows, hi) - lo) if rows > lo else 0.0)
@@ -151,7 +158,8 @@ class LearnedEstimator(RooflineEstimator):
         regimes = {"decode": self._decodes.state(), "mixed": self._mixed.state()}
         ceilings = dataclasses.asdict(self.ceilings)  # the weights are in units of these
         host = self.host.state()
-        return {**super().state(), "itemsize": self.itemsize, "host": host, "ceilings": ceilings, "regimes": regimes}
+        own = {"itemsize": self.itemsize, "padded": self.padded, "host": host, "ceilings": ceilings, "regimes": regimes}
+        return {**super().state(), **own}
 
     def restore(self, state: dict[str, Any]) -> None:
         from pdlab.costs.roofline import Ceilings
@@ -164,6 +172,7 @@ class LearnedEstimator(RooflineEstimator):
         host.restore(state["host"])
         ceilings = Ceilings(**state["ceilings"])
         self._decodes, self._mixed, self.ceilings, self.host = decodes, mixed, ceilings, host
+        self.padded = bool(state.get("padded", False))  # older ones were learned of steps with prompts that were not
         self._scale()
         self.forget_prices()
         super().restore(state)

@@ -8,10 +8,11 @@ import pytest
 from pdlab.core.plan import PlanShape
 from pdlab.costs.formulas import decode_shape, prefill_shape
 from pdlab.costs.host_times import HostTimes
-from pdlab.costs.learned import GROUPS, LearnedEstimator
+from pdlab.costs.learned import GROUPS, MIXED_GROUPS, LearnedEstimator
 from pdlab.costs.regression import INSIST, Regression
 from pdlab.costs.roofline import sheet_ceilings
 from pdlab.engine.graphs import graph_sizes
+from pdlab.engine.prefill_graphs import token_sizes
 from pdlab.models.catalogue import config_of
 
 MODEL, CEILINGS = config_of("qwen3-8b"), sheet_ceilings("nvidia-h200")
@@ -78,6 +79,36 @@ def test_times_may_jump_between_batch_sizes():
 
 def test_the_groups_are_the_batch_sizes_that_decode_steps_are_padded_to():
     assert set(GROUPS) == set(graph_sizes(1024))
+
+
+def test_the_groups_of_steps_with_prompts_are_what_their_graphs_are_padded_to():
+    assert token_sizes(MIXED_GROUPS[-1]) == MIXED_GROUPS
+
+
+def padded_device(shape):
+    """Attention apart, nothing counts but the group that the rows fall into."""
+    groups = MIXED_GROUPS if shape.prefill else GROUPS
+    rows = next(n for n in groups if n >= shape.new_tokens)
+    return 4e-3 + 3e-5 * rows + 1e-9 * shape.attention_pairs
+
+
+def test_steps_that_are_filled_up_are_priced_by_what_they_are_filled_up_to():
+    e, rng = LearnedEstimator(MODEL, CEILINGS, 2, padded=True), np.random.default_rng(4)
+    for _ in range(400):
+        decodes, n = int(rng.integers(1, 60)), int(rng.integers(1, 1900))
+        shape = PlanShape(((n, 0),), decodes, 500 * decodes, 0, decodes)
+        e.learn(shape, padded_device(shape))
+    for n in (130, 200, 250, 900, 1020):
+        shape = PlanShape(((n, 0),), 4, 2000, 0, 4)
+        assert e.device_seconds(shape) == pytest.approx(padded_device(shape), rel=0.03)
+    again = LearnedEstimator(MODEL, CEILINGS, 2)
+    again.restore(e.state())
+    assert again.padded
+    assert again.device_seconds(shape) == e.device_seconds(shape)
+    old = LearnedEstimator(MODEL, CEILINGS, 2).state()
+    del old["padded"]
+    again.restore(old)
+    assert not again.padded, "what was saved before steps with prompts were filled up"
 
 
 def test_a_first_step_that_compiled_is_refused_but_a_slow_machine_is_believed():

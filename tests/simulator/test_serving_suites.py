@@ -102,6 +102,15 @@ def test_the_warm_up_meets_every_batch_size_and_the_ladder_sees_each_for_a_while
     assert max(chunks) == 2 * 128 + 100
 
 
+def test_the_prompt_ladder_sees_every_size_that_steps_with_prompts_are_padded_to():
+    config = serving.serving_config(max_batch_tokens=1024, max_batch_requests=60)
+    trace = serving.replay(imitation().engine(config), serving.prompt_ladder(config), keep=True).trace
+    counts = [row.prefill_tokens + row.decode_count for row in trace if row.prefill_tokens and row.decode_count]
+    for below, size in pairwise((32, 64, *range(128, 1025, 128))):
+        assert sum(below < n <= size for n in counts) >= 3
+    serving.prompt_ladder(serving.serving_config(max_batch_tokens=128, max_batch_requests=16))
+
+
 def test_a_saturated_rate_counts_neither_ramp_nor_drain():
     admitted = [*[0.0] * 30, *[0.5 * i for i in range(1, 61)]]
     outcome = Outcome("w", 1, 1, requests=[ended(i, 0.0, t, 1e3) for i, t in enumerate(admitted)])
