@@ -12,6 +12,8 @@ Oracle: reference.ReferenceOps.norm_mlp_up. Twin for the interpreter: this kerne
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -73,6 +75,12 @@ def norm_product(
     """
     tokens, k = x.shape
     columns = columns_of(tokens)
+    if tile.tma:
+        from pdlab.kernels import staged_product as staged
+
+        if normed and activation != GELU and staged.fits(x, weight, bias, tile):
+            return staged.staged_norm_product(x, weight, activation == SWIGLU, tile, columns, workspace)
+        tile = replace(tile, tma=False)
     width = weight.shape[0] // 2 if activation == SWIGLU else weight.shape[0]
     tiles = triton.cdiv(weight.shape[0], tile.rows)
     part, count = workspace.fit(tiles, tile, columns)

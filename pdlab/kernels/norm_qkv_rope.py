@@ -12,6 +12,8 @@ Oracle: reference.ReferenceOps.norm_qkv_rope. Twin for the interpreter: this ker
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -89,6 +91,13 @@ def norm_qkv_rope(
     heads = w.qkv.shape[0] // dim - 2 * kv_heads
     tokens, k = x.shape
     columns = columns_of(tokens)
+    if tile.tma:
+        from pdlab.kernels import staged_product as staged
+
+        whole_heads = not tile.rows % dim and not heads % (tile.rows // dim) and not kv_heads % (tile.rows // dim)
+        if normed and rope is not None and whole_heads and staged.fits(x, w.qkv, w.qkv_bias, tile):
+            return staged.staged_qkv_rope(x, w.qkv, rope, view, tile, columns, workspace)
+        tile = replace(tile, tma=False)
     tiles = triton.cdiv((heads + 2 * kv_heads) * dim, tile.rows)
     part, count = workspace.fit(tiles, tile, columns)
     norm = w.attn_norm

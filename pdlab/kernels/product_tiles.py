@@ -24,7 +24,7 @@ class ProductTile:
     warps: int
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
-    tma: bool = False  # whole tiles by the copy engine; Hopper and later, several activation rows, the vocabulary's product
+    tma: bool = False  # tiles by the copy engine; Hopper, several activation rows: staged_product, or the vocabulary's product
     slices: int = 1  # of a step's elements, one a warp: 1 or `warps`; several activation rows
 
 

@@ -10,6 +10,8 @@ Oracles: reference.ReferenceOps.out_residual and down_residual. Twin for the int
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -56,6 +58,12 @@ def residual_product(
     tokens, k = u.shape
     outputs = weight.shape[0]
     columns = columns_of(tokens)
+    if tile.tma:
+        from pdlab.kernels import staged_product as staged
+
+        if staged.fits(u, weight, bias, tile):
+            return staged.staged_residual_product(u, weight, x, tile, columns, workspace)
+        tile = replace(tile, tma=False)
     tiles = triton.cdiv(outputs, tile.rows)
     part, count = workspace.fit(tiles, tile, columns)
     out = torch.empty_like(x)
