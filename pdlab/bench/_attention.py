@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from pdlab.hardware.timing import L2Rotation, Timings, alternate, graph_time_us, time_ms
+from pdlab.hardware.timing import MIN_GRAPH_CALLS, L2Rotation, Timings, alternate, graph_time_us, time_ms
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Call = Callable[..., Any]
 # p and the output are rounded to the dtype: relative 2^-9 (bfloat16) and 2^-12 (float16) on average, each
+GRAPH_MS = 6.0  # of long calls so many go into a graph as take this long, at least two
+PAUSE_S = 0.02  # before each turn on a GPU
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
 
 
@@ -150,7 +153,9 @@ def measure(
     """Each call checked, then timed in turns over caches rotated past L2. What is wrong or cannot run here is left out.
 
     `truth`: what last_request(q, view) gives, where it is there already.
-    With `graph`, calls of up to 2 ms are timed inside CUDA graphs of 20; a launch is a thousandth of what takes longer.
+    With `graph` everything is timed inside CUDA graphs, of 20 calls or of as many as take GRAPH_MS. On a GPU a pause comes
+    before each turn, and each round begins with another variant: what a long kernel finds of the card's power is what the one
+    before it left, so whoever always followed a slow one would be ahead.
     """
     import torch
 
@@ -168,12 +173,25 @@ def measure(
     rotation = L2Rotation(copy, 2 * view.k.numel() * view.k.element_size(), l2_bytes=None if q.is_cuda else 0)
 
     def timer(call: Call) -> Callable[[], Timings]:
-        plainly = partial(time_ms, call, rotation=rotation, device=str(q.device), n=15, warmup=1, budget_ms=budget_ms)
-        if not (graph and q.is_cuda) or time_ms(call, rotation=rotation, n=3, warmup=1, budget_ms=10).median > 2:
-            return plainly
-        return lambda: graph_time_us(call, rotation=rotation, n=15, budget_ms=budget_ms).scaled(1e-3, "ms")
+        if not (graph and q.is_cuda):
+            return partial(time_ms, call, rotation=rotation, device=str(q.device), n=15, warmup=1, budget_ms=budget_ms)
+        once = time_ms(call, rotation=rotation, n=3, warmup=1, budget_ms=10).median
+        calls = max(2, min(MIN_GRAPH_CALLS, round(GRAPH_MS / max(once, 1e-3))))
+        settings: dict[str, Any] = {"rotation": rotation, "calls": calls, "fewest": calls, "n": 15, "warmup": 1}
+        return lambda: graph_time_us(call, **settings, budget_ms=budget_ms).scaled(1e-3, "ms")
 
-    return Measured(alternate({name: timer(call) for name, call in usable.items()}, rounds), left_out)
+    return Measured(_in_turns({name: timer(call) for name, call in usable.items()}, rounds, PAUSE_S * q.is_cuda), left_out)
+
+
+def _in_turns(timers: dict[str, Callable[[], Timings]], rounds: int, pause_s: float) -> dict[str, Timings]:
+    """As `alternate`, each round begun one further on, with a pause before each turn."""
+    taken: dict[str, list[Timings]] = {name: [] for name in timers}
+    for r in range(rounds):
+        names = [*timers]
+        for name in names[r % max(1, len(names)) :] + names[: r % max(1, len(names))]:
+            time.sleep(pause_s)
+            taken[name].append(timers[name]())
+    return alternate({name: iter(several).__next__ for name, several in taken.items()}, rounds)
 
 
 def record_left_out(ctx: Context, left_out: dict[str, str], metric: str, unit: str, params: dict[str, Any]) -> None:

@@ -176,18 +176,21 @@ def graph_time_us(
     *,
     rotation: L2Rotation | None = None,
     calls: int = MIN_GRAPH_CALLS,
+    fewest: int = MIN_GRAPH_CALLS,
     n: int = 30,
     warmup: int = 3,
     budget_ms: float = 500.0,
 ) -> Timings:
-    """Microseconds a call of `fn` inside one CUDA graph of `calls` calls (20 or more) over rotated inputs.
+    """Microseconds a call of `fn` inside one CUDA graph of `calls` calls over rotated inputs.
+
+    No fewer than `fewest`, 20, unless the caller knows that a call takes milliseconds.
 
     `fn` must be capturable: no host synchronization, no allocation outside torch's pool. Each sample is one replay divided by
     the number of calls. The outputs are thrown away; check them apart. Needs CUDA.
     """
     import torch
 
-    calls = max(calls, MIN_GRAPH_CALLS)
+    calls = max(calls, fewest)
     sets = [rotation.next() for _ in range(calls)] if rotation is not None else [()] * calls
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

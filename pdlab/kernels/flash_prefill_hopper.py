@@ -1,17 +1,12 @@
-"""Prefill attention on Hopper: warp-specialized, K and V brought by the tensor memory accelerator. Head sizes 64, 128.
+"""Prefill attention on Hopper: which of the warp-specialized kernels runs, and its launch. Head sizes 64 and 128.
 
-What flash_prefill computes, with the roles of a block given to different warps:
+    flash_prefill_turns   long prompts: two or three warpgroups that take turns at the tensor cores
+    flash_prefill_tasks   short ones: warpgroups for themselves, K and V of a prompt fetched once
 
-    loading     one warp keeps a ring of K and V tiles full, another brings queries, a tile of them ahead
-    consumers   two or three warpgroups of 64 query rows each; softmax and both products, the running output in registers
+One launch a call; what each block does is found out on the device (prefill_schedule). A model calls this once a layer, so the
+launch matters: going through triton.jit takes longer than a short prompt's attention. The compiled kernel is looked up once for
+what it is compiled for, and then launched as it is.
 
-A consumer starts the product S = Q K^T of the next keys before it starts P V of the last, so the tensor cores work while it
-takes exponentials; and consumers take turns at starting products (a ring of barriers), so one's exponentials run under
-another's products. It runs on from one query tile to the next in the same way: the next one's first scores are computed
-beside the last P V of this one. Keys are walked from the newest to the oldest: the masked tiles come first, and the loop over
-the rest has no mask. Short prompts are flash_prefill_tasks' business.
-
-FLOPs and bytes: as flash_prefill. Hopper only (compute capability 9.0), compiled there and nowhere else.
 Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefill.
 """
 
@@ -19,268 +14,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
-from pdlab.kernels import hopper_tiles as tiles
 from pdlab.kernels.flash_prefill import LOG2E
-from pdlab.kernels.hopper_tiles import ROWS
-from pdlab.kernels.prefill_schedule import make_board, make_schedule, post_items, take_item, tiles_seen
 
 if TYPE_CHECKING:
     from pdlab.kernels.kv_view import KVView
     from pdlab.kernels.tuning import HopperTile
 
-
-@gluon.jit
-def load_tiles(
-    descriptors, shared, barriers, work, HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, ONCE: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
-):  # fmt: skip
-    _qd, kd, vd = descriptors
-    _qs, ks, vs = shared
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _turns, _mending, board = barriers
-    TABLE, table_stride, share, group = work
-    count = 0
-    turn = 0
-    _row, rows, base, newest, length, request, unit, is_item = take_item(board, turn, 1)
-    while is_item:
-        table = TABLE + request * table_stride
-        head = unit * share // group  # of K and V
-        needed = tiles_seen((rows + BLOCK_M - 1) // BLOCK_M - 1, rows, newest, length, BLOCK_M, BLOCK_N, CAUSAL)
-        for j in range(needed):
-            stage = count % STAGES
-            parity = (count // STAGES & 1) ^ 1
-            key = (needed - 1 - j) * BLOCK_N
-            if ONCE:  # the places of K and V are given back together
-                mbarrier.wait(v_empty.index(stage), parity)
-            else:
-                mbarrier.wait(k_empty.index(stage), parity)
-            tiles.bring_tile(kd, k_full, ks, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
-            if not ONCE:
-                mbarrier.wait(v_empty.index(stage), parity)
-            tiles.bring_tile(vd, v_full, vs, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
-            count += 1
-        turn += 1
-        _row, rows, base, newest, length, request, unit, is_item = take_item(board, turn, 1)
-
-
-@gluon.jit
-def _load_queries(descriptors, shared, barriers, HEAD: gl.constexpr, CONSUMERS: gl.constexpr):
-    qd, _kd, _vd = descriptors
-    qs, _ks, _vs = shared
-    q_full, q_empty, _k_full, _k_empty, _v_full, _v_empty, _turns, _mending, board = barriers
-    turn = 0
-    row, _rows, _base, _newest, _length, _request, head, is_item = take_item(board, turn, 1)
-    while is_item:
-        for w in gl.static_range(CONSUMERS):
-            place = turn % 2 * CONSUMERS + w
-            mbarrier.wait(q_empty.index(place), (turn // 2 & 1) ^ 1)
-            mbarrier.expect(q_full.index(place), qd.block_type.nbytes)
-            tma.async_copy_global_to_shared(qd, [row + w * ROWS, head * HEAD], q_full.index(place), qs.index(place))
-        turn += 1
-        row, _rows, _base, _newest, _length, _request, head, is_item = take_item(board, turn, 1)
-
-
-@gluon.jit
-def mend_values(
-    vs, v_full, mending, count, mends, first, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):
-    """The first consumer zeroes the V rows past the request's end for all of them."""
-    mended, noticed = mending
-    if W == 0:
-        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-        tiles.zero_rows_from(vs.index(count % STAGES), first, HEAD, BLOCK_N)
-        mbarrier.wait(noticed, (mends & 1) ^ 1)  # nobody is still waiting for the mending before this one
-        mbarrier.arrive(mended, count=1)
-    else:
-        mbarrier.wait(mended, mends & 1)
-        mbarrier.arrive(noticed, count=1)
-
-
-@gluon.jit
-def older_keys(
-    q, ks, vs, barriers, acc, p, m, total, count, step, at_first, kept, clear, newest, scale, SCORES: gl.constexpr,
-    W: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
-    ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
-):  # fmt: skip
-    """Tiles of keys at_first ... 0: scores of the next while the output takes in the one before (whose p is given)."""
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, turns, _mending, _board = barriers
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    held = False  # the output begins with the first product
-    for at in range(at_first, -1, -1):
-        before = count
-        count += 1
-        step += 1
-        mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
-        if TURNS:
-            mbarrier.wait(turns.index(W), (step & 1) ^ (1 if W == 0 else 0))
-        s = warpgroup_mma(q, ks.index(count % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
-        o = warpgroup_mma(p, vs.index(before % STAGES), acc, use_acc=held, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)
-        s = warpgroup_mma_wait(1, deps=[s])
-        if not ONCE:
-            mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=at >= kept)
-        if at >= clear:
-            s = tiles.mask(s, at * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
-        exps, m, total, rescale = tiles.softmax(s, m, total, scale, gl.SliceLayout(1, SCORES), POLYNOMIAL)
-        # Long there; but a wait on a barrier ends a basic block, and without one the assembler moves the next line's wait
-        # before the exponentials, which then no longer run under the product.
-        mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
-        acc = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_empty.index(before % STAGES), count=1, pred=at + 1 >= kept)
-        acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
-        p = gl.convert_layout(exps.to(p.dtype), p.type.layout)
-        held = True
-    return acc, p, total, count, step, held
-
-
-@gluon.jit
-def _consumer(
-    output, inputs, shared, barriers, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr,
-    POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
-    qs, ks, vs = shared
-    ks = tiles.as_tiles(ks, inputs[1], STAGES, BLOCK_N, HEAD, PAGE)
-    vs = tiles.as_tiles(vs, inputs[2], STAGES, BLOCK_N, HEAD, PAGE)
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, mending, board = barriers
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
-    PER_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    acc = gl.zeros([ROWS, HEAD], gl.float32, OUTPUT)
-    lanes = gl.arange(0, ROWS, PER_ROW)
-    count = 0  # tiles of keys before this one
-    step = 0  # products of scores before this one, whose parity tells whose turn it is
-    mends = 0
-    turn = 0  # items before this one; their queries lie in two places in turn
-    row, rows, _base, newest_key, length, _request, head, is_item = take_item(board, turn, 4)
-    mbarrier.wait(q_full.index(W), 0, pred=is_item)
-    mbarrier.wait(k_full.index(0), 0, pred=is_item)
-    if TURNS:
-        mbarrier.wait(turns.index(W), 1 if W == 0 else 0, pred=is_item)
-    s = warpgroup_mma(qs.index(W), ks.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1, pred=is_item)
-    s = warpgroup_mma_wait(0, deps=[s])
-    while is_item:
-        q = qs.index(turn % 2 * CONSUMERS + W)
-        turn += 1
-        row_, rows_, _base, newest_key_, length_, _request, head_, is_another = take_item(board, turn, 4)
-        place = turn % 2 * CONSUMERS + W  # of the next item's queries
-        seen = tiles_seen(0, rows, newest_key, length, CONSUMERS * 64, BLOCK_N, CAUSAL)
-        if seen * BLOCK_N > length:
-            mend_values(vs, v_full, mending, count, mends, length - (seen - 1) * BLOCK_N, W, HEAD, BLOCK_N, STAGES)
-            mends += 1
-        newest = lanes * 0 + newest_key
-        clear = length // BLOCK_N
-        if CAUSAL:
-            newest = gl.minimum(newest + W * ROWS + lanes, length - 1)
-            clear = (newest_key + 1) // BLOCK_N
-        if not ONCE:
-            mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-        if seen - 1 >= clear:
-            s = tiles.mask(s, (seen - 1) * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
-        m = gl.full([ROWS], float("-inf"), gl.float32, PER_ROW)
-        exps, m, total, _ = tiles.softmax(s, m, None, scale, PER_ROW, POLYNOMIAL)
-        p = gl.convert_layout(exps.to(qs.dtype), OPERAND)
-        tma.store_wait(0)  # the output before this one has left the place of its queries, where the next ones go
-        mbarrier.arrive(q_empty.index(place), count=1, pred=turn > 1)
-        acc, p, total, count, step, held = older_keys(
-            q, ks, vs, barriers, acc, p, m, total, count, step, seen - 2, 0, clear, newest, scale, SCORES, W, BLOCK_N, STAGES,
-            CONSUMERS, TURNS, ONCE, POLYNOMIAL,
-        )  # fmt: skip
-        # the first scores of the next item beside the last values of this one
-        step += 1
-        mbarrier.wait(q_full.index(place), turn // 2 & 1, pred=is_another)
-        mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=is_another)
-        if TURNS:
-            mbarrier.wait(turns.index(W), (step & 1) ^ (1 if W == 0 else 0))
-        s = warpgroup_mma(qs.index(place), ks.index((count + 1) % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-        o = warpgroup_mma(p, vs.index(count % STAGES), acc, use_acc=held, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)
-        s, acc = warpgroup_mma_wait(0, deps=[s, o])
-        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
-        tiles.write_out(acc, total, q, output, row + W * ROWS, head, rows - W * ROWS, HEAD)
-        count += 1
-        row, rows, newest_key, length, head, is_item = row_, rows_, newest_key_, length_, head_, is_another
-    tma.store_wait(0)
-
-
-@gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
-
-
-@gluon.jit(do_not_specialize=["table_stride", "units", "share", "group", "units_at_once"])
-def flash_prefill_hopper_kernel(
-    qd, kd, vd, od, OUT, SCHEDULE, TABLE, table_stride, scale, units, share, group, units_at_once,
-    OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-):  # fmt: skip
-    qs = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, ROWS, HEAD], qd.layout)
-    ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
-    vs = tiles.room_for_tiles(vd, STAGES, BLOCK_N, HEAD, PAGE)
-    mending = (make_barriers(1, 1).index(0), make_barriers(1, CONSUMERS - 1).index(0))
-    board = make_board(CONSUMERS + 2)
-    barriers = (
-        make_barriers(2 * CONSUMERS, 1), make_barriers(2 * CONSUMERS, 1), make_barriers(STAGES, 1),
-        make_barriers(STAGES, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
-        make_barriers(CONSUMERS, 1), mending, board,
-    )  # fmt: skip
-    fence_async_shared()
-    inputs = (qd, kd, vd)
-    shared = (qs, ks, vs)
-    work = (TABLE, table_stride, share, group)
-    output = (OUT, od, OUT_STRIDE)
-    M: gl.constexpr = CONSUMERS * 64
-    # constants stay constants only where they are written in the call itself
-    # fmt: off
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
-                         PAGE)),
-            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
-                         PAGE)),
-            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
-            (_load_queries, (inputs, shared, barriers, HEAD, 2)),
-            (post_items, (board, SCHEDULE, units, units_at_once)),
-        ], [4, 1, 1, 1], [232, 40, 40, 40])
-    else:
-        gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
-                         PAGE)),
-            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
-                         PAGE)),
-            (_consumer, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
-                         PAGE)),
-            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
-            (_load_queries, (inputs, shared, barriers, HEAD, 3)),
-            (post_items, (board, SCHEDULE, units, units_at_once)),
-        ], [4, 4, 1, 1, 1], [160, 160, 24, 24, 24])
-    # fmt: on
+IN_REGISTERS = 32  # requests that prefill_items orders by length
 
 
 def fits(q: torch.Tensor, view: KVView) -> bool:
@@ -300,36 +49,93 @@ def fits(q: torch.Tensor, view: KVView) -> bool:
     )
 
 
-def _descriptors(q: torch.Tensor, view: KVView, out: torch.Tensor, block_n: int) -> list[TensorDescriptor]:
-    """What the copy engine needs to know of q, K, V and out: two-dimensional shapes and the box that one copy takes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    tokens, heads, head_dim = q.shape
-    rows = [x.as_strided((tokens, heads * head_dim), (x.stride(0), 1)) for x in (q, out)]
-    if view.kind == "paged":
-        box = [min(view.page_size, block_n), 64]
-        caches = [x.view(-1, head_dim) for x in (view.k, view.v)]
-    else:
-        box = [block_n, head_dim]
-        caches = [x.view(x.shape[0], -1) for x in (view.k, view.v)]
-    shapes = ((rows[0], [64, head_dim]), (caches[0], box), (caches[1], box), (rows[1], [64, head_dim]))
-    return [TensorDescriptor.from_tensor(tensor, block, layout) for tensor, block in shapes]
+class Rows:
+    """A two-dimensional array as the copy engine's descriptor needs it, in place of Triton's TensorDescriptor.
+
+    That one holds the tensor, and checks again what `fits` has checked.
+    """
+
+    __slots__ = ("address", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, address: int, rows: int, columns: int, stride: int):
+        self.address, self.shape, self.strides = address, (rows, columns), (stride, 1)
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+    @property
+    def base(self) -> Rows:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-def _item_of(
+def _arrays(q: torch.Tensor, view: KVView, out: torch.Tensor) -> tuple[Rows, Rows, Rows, Rows]:
+    """q, K, V and out as the copy engine sees them: a row is a token's heads, for pages a token of one head."""
+    tokens, heads, dim = q.shape
+    k, v = view.k, view.v
+    slots, columns = (k.numel() // dim, dim) if view.kind == "paged" else (k.shape[0], k.numel() // k.shape[0])
+    return (
+        Rows(q.data_ptr(), tokens, heads * dim, q.stride(0)),
+        Rows(k.data_ptr(), slots, columns, columns),
+        Rows(v.data_ptr(), slots, columns, columns),
+        Rows(out.data_ptr(), tokens, heads * dim, out.stride(0)),
+    )
+
+
+@cache
+def _counter(device: int, stream: int) -> torch.Tensor:
+    """Zero before and after every launch; one a stream, since launches on two streams may overlap."""
+    return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def item_of(
     tile: HopperTile, view: KVView, heads: int, group: int, head_dim: int, blocks_at_once: int
 ) -> tuple[HopperTile, int, int]:
-    """The tile to use, and the blocks of 64 query rows and the heads of an item.
+    """The tile to use, and the query rows of one head and the heads of an item.
 
     Items of more blocks than consumers need their K and V to stay in the ring; where the longest cache is longer (a chunk after
     a prefix), pairs of consumers walk it in turns. Heads share an item only where that leaves one for each of the
-    `blocks_at_once` blocks of the grid.
+    `blocks_at_once` blocks of the grid. Packed heads share a tile's rows.
     """
     if tile.blocks and triton.cdiv(view.max_kv, tile.block_n) <= tile.stages:
         share = math.gcd(tile.share, group)
-        return tile, tile.blocks, share if view.seq_lens.shape[0] * heads >= share * blocks_at_once else 1
+        return tile, 64 * tile.blocks, share if view.seq_lens.shape[0] * heads >= share * blocks_at_once else 1
     if tile.blocks > tile.consumers:
-        tile = replace(tile, consumers=2, block_n=128, stages=256 // head_dim, turns=True, blocks=0)
-    return tile, tile.consumers, 1
+        tile = replace(tile, consumers=2, block_n=128, stages=256 // head_dim, turns=True, blocks=0, places=2)
+    pack = 1 if tile.blocks else math.gcd(tile.pack, group)
+    return tile, 64 * tile.consumers // pack, pack
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, programs: int, arrays: tuple[Rows, ...], boxes: Any, base: torch.Tensor, rest: tuple[Any, ...],
+            constants: tuple[Any, ...], stream: int) -> None:  # fmt: skip
+    """kernel(*arrays, *rest, *constants). `boxes`: what one copy takes of each array; `base` has their dtype and device."""
+    key = (kernel, constants, boxes, base.dtype, base.device.index)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[programs, 1, 1](*arrays, *rest, *constants, stream=stream)
+        return
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q, k, v, out = (
+        TensorDescriptor(_Typed(x, base.dtype), list(x.shape), list(x.strides), list(box), layout)
+        for x, box in zip(arrays, boxes, strict=True)
+    )
+    _compiled[key] = kernel[(programs,)](q, k, v, out, *rest, *constants, num_warps=4, launch_pdl=True)
+
+
+class _Typed:
+    """An address with a dtype: what a TensorDescriptor asks of its tensor."""
+
+    def __init__(self, rows: Rows, dtype: torch.dtype):
+        self.data_ptr, self.dtype = rows.data_ptr, dtype
 
 
 def flash_prefill_hopper(
@@ -347,32 +153,37 @@ def flash_prefill_hopper(
 
     A request with queries must have a cache, its own tokens at least.
 
-    With `tile.blocks` the kernel of flash_prefill_tasks runs, see _item_of.
+    With `tile.blocks` the kernel of flash_prefill_tasks runs, see item_of.
     """
-    tokens, heads, head_dim = q.shape
+    tokens, heads, dim = q.shape
     kv_heads = view.k.shape[1]
-    group, batch = heads // kv_heads, view.seq_lens.shape[0]
+    group, batch, paged = heads // kv_heads, view.seq_lens.shape[0], view.kind == "paged"
     if out is None:
-        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tile, blocks, share = _item_of(tile, view, heads, group, head_dim, multiprocessors)
-    kernel = flash_prefill_hopper_kernel
-    if tile.blocks:
-        from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel
-
-        kernel = flash_prefill_tasks_kernel
-    by_request = bool(tile.blocks) or view.max_q <= tile.by_request
-    schedule, most = make_schedule(view, tokens, 64 * blocks, causal=causal, min_q=min_q, by_request=by_request)
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    device = q.device.index
+    multiprocessors, stream = _multiprocessors(device), driver.active.get_current_stream(device)
+    tile, item_rows, share = item_of(tile, view, heads, group, dim, multiprocessors)
     units = heads // share
-    held = sum(kv for _, kv in view.host_lens) or batch * view.max_kv
-    at_once = units if by_request else group * max(1, min(kv_heads, l2_bytes // (2 * held * head_dim * q.element_size())))
-    programs = min(multiprocessors, most * units)
-    paged = view.kind == "paged"
-    kernel[(programs,)](
-        *_descriptors(q, view, out, tile.block_n), out, schedule, view.block_table, view.block_table.stride(0),
-        (head_dim**-0.5 if scale is None else scale) * LOG2E, units, share, group, at_once,
-        OUT_STRIDE=out.stride(0), HEAD=head_dim, BLOCK_N=tile.block_n, STAGES=tile.stages, CONSUMERS=tile.consumers,
-        CAUSAL=causal, TURNS=tile.turns and not tile.blocks, ONCE=tile.once and not tile.blocks, POLYNOMIAL=tile.polynomial,
-        PAGE=view.page_size if paged else 0, KV_HEADS=kv_heads if paged else 0, num_warps=4, launch_pdl=True,
+    at_once, in_order = units, True
+    if not tile.blocks and view.max_q > tile.by_request:
+        held = sum(kv for _, kv in view.host_lens) if 0 < batch <= IN_REGISTERS else batch * view.max_kv
+        at_once = group // share * max(1, min(kv_heads, l2_bytes // (2 * max(held, 1) * dim * q.element_size())))
+        in_order = batch == 1 or batch > IN_REGISTERS
+    if tile.blocks:
+        from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel as kernel
+    else:
+        from pdlab.kernels.flash_prefill_turns import flash_prefill_turns_kernel as kernel
+    pack = 1 if tile.blocks else share
+    most = triton.cdiv(tokens, item_rows) + min(batch, tokens)  # items of a head; every request may waste part of one
+    keys = (min(view.page_size, tile.block_n), 64) if paged else (tile.block_n, dim)
+    rows = (64, dim) if pack == 1 else (64 // pack, 64)
+    _launch(
+        kernel, min(multiprocessors, most * units), _arrays(q, view, out), (rows, keys, keys, rows), q,
+        (out, view.cu_q, view.seq_lens, view.base, view.block_table, _counter(device, stream), view.block_table.stride(0),
+         (dim**-0.5 if scale is None else scale) * LOG2E, batch, item_rows, min_q, int(in_order), units, share, group, at_once),
+        (out.stride(0), dim, tile.block_n, tile.stages, tile.consumers, causal, tile.turns and not tile.blocks,
+         tile.once and not tile.blocks, tile.polynomial, view.page_size if paged else 0, kv_heads if paged else 0, pack,
+         tile.places if tile.blocks else 2),
+        stream,
     )  # fmt: skip
     return out

@@ -5,11 +5,13 @@ the bytes alone (q, k, v, o once: 537 MB for 16384 tokens of 32 heads, 126 us at
 products (60 us), so what counts is that copies never pause. Here
 
     an item     is a whole prompt and one head (or all heads of a group) where its K and V fit the ring, else a few blocks
-    a task      is 64 query rows of it; consumer w of C takes tasks w, w + C, ... (w moves on by one from item to item)
-    a consumer  asks for its next task's queries itself, walks its own keys from the newest to the oldest, none that the
-                causal mask hides, and gives a tile's place back after its own last use; nobody waits for anybody
+    a task      is 64 query rows of it; tasks are counted across items, and consumer w of C takes every C-th from w on
+    queries     of the next tasks lie in a ring of PLACES x C tiles, which a warp of its own keeps full: a task is over sooner
+                than its queries come from memory, so they are asked for two tasks ahead and more
+    a consumer  walks its own keys from the newest to the oldest, none that the causal mask hides, and gives a tile's place back
+                after its own last use; nobody waits for anybody
 
-Two or more consumers at different places of the same prompt hide each other's latency, as the turns do in flash_prefill_hopper.
+Two or more consumers at different places of the same prompt hide each other's latency, as the turns do in flash_prefill_turns.
 
 FLOPs and bytes: as flash_prefill. Hopper only (compute capability 9.0), compiled there and nowhere else.
 Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefill.
@@ -28,22 +30,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pdlab.kernels import hopper_tiles as tiles
-from pdlab.kernels.flash_prefill_hopper import load_tiles, make_barriers, mend_values, older_keys
+from pdlab.kernels.flash_prefill_turns import load_tiles, make_barriers, mend_values, older_keys
 from pdlab.kernels.hopper_tiles import ROWS
 from pdlab.kernels.prefill_schedule import make_board, post_items, take_item, tiles_seen
 
 
 @gluon.jit
-def _ask(qd, qs, q_full, row, head, place, HEAD: gl.constexpr):
-    """The queries of a task, into one of a consumer's two places."""
-    mbarrier.expect(q_full.index(place), qd.block_type.nbytes)
-    tma.async_copy_global_to_shared(qd, [row, head * HEAD], q_full.index(place), qs.index(place))
+def _load_queries(inputs, shared, barriers, work, HEAD: gl.constexpr, PLACES: gl.constexpr):
+    """The queries of all tasks of this block's items, in order. PLACES: of all consumers together."""
+    qd, _kd, _vd = inputs
+    qs, _ks, _vs = shared
+    q_full, q_empty, _k_full, _k_empty, _v_full, _v_empty, _edge, _mending, board = barriers
+    _TABLE, _table_stride, share, _group = work
+    turn = 0
+    task = 0
+    row, rows, _base, _newest, _length, _request, unit, is_item = take_item(board, turn, 1)
+    while is_item:
+        blocks = (rows + ROWS - 1) // ROWS
+        for r in range(blocks * share):
+            place = task % PLACES
+            mbarrier.wait(q_empty.index(place), (task // PLACES & 1) ^ 1)
+            tiles.bring_queries(
+                qd, q_full, qs, place, row + (blocks - 1 - r // share) * ROWS, unit * share + r % share, HEAD, 1
+            )
+            task += 1
+        turn += 1
+        row, rows, _base, _newest, _length, _request, unit, is_item = take_item(board, turn, 1)
 
 
 @gluon.jit
 def _skip(barriers, begun, count, STAGES: gl.constexpr):
     """Gives back the places of `count` tiles, newer than any key this consumer's rows see."""
-    _q_full, _noted, k_full, k_empty, v_full, v_empty, _turns, _mending, _board = barriers
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _edge, _mending, _board = barriers
     for i in range(begun, begun + count):
         mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
@@ -55,12 +73,13 @@ def _skip(barriers, begun, count, STAGES: gl.constexpr):
 def _consumer(
     output, inputs, shared, barriers, work, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
+    PLACES: gl.constexpr,
 ):  # fmt: skip
-    qd, kd, vd = inputs
+    _qd, kd, vd = inputs
     qs, ks, vs = shared
     ks = tiles.as_tiles(ks, kd, STAGES, BLOCK_N, HEAD, PAGE)
     vs = tiles.as_tiles(vs, vd, STAGES, BLOCK_N, HEAD, PAGE)
-    q_full, noted, k_full, k_empty, v_full, v_empty, _turns, mending, board = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _edge, mending, board = barriers
     _TABLE, _table_stride, share, _group = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD, 16])
@@ -70,12 +89,11 @@ def _consumer(
     lanes = gl.arange(0, ROWS, PER_ROW)
     turn = 0
     begun = 0  # tiles of keys of the items before this one
-    task = 0  # tasks of this consumer before this one; their queries lie in two places in turn
+    before = 0  # tasks of the items before this one
+    task = W  # this consumer's next, of all items' tasks
     mends = 0
-    asked = False  # whether the next task's queries are on their way
     row, rows, _base, newest_key, length, _request, unit, is_item = take_item(board, turn, 4)
     while is_item:
-        first = (W + turn) % CONSUMERS
         turn += 1
         row_, rows_, _base, newest_key_, length_, _request, unit_, is_another = take_item(board, turn, 4)
         blocks = (rows + ROWS - 1) // ROWS
@@ -84,14 +102,12 @@ def _consumer(
         if most * BLOCK_N > length:
             mend_values(vs, v_full, mending, begun, mends, length - (most - 1) * BLOCK_N, W, HEAD, BLOCK_N, STAGES)
             mends += 1
-        own = tiles_seen(blocks - 1 - first // share, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
-        _skip(barriers, begun, most - gl.where(first < tasks, own, 0), STAGES)
-        for r in range(first, tasks, CONSUMERS):
+        own = tiles_seen(blocks - 1 - (task - before) // share, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
+        _skip(barriers, begun, most - gl.where(task - before < tasks, own, 0), STAGES)
+        for r in range(task - before, tasks, CONSUMERS):
             b = blocks - 1 - r // share
-            place = W * 2 + task % 2
+            place = task % PLACES
             q = qs.index(place)
-            if not asked:
-                _ask(qd, qs, q_full, row + b * ROWS, unit * share + r % share, place, HEAD)
             seen = tiles_seen(b, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
             later = r + CONSUMERS  # this consumer's next task of the item reads the older `kept` tiles again
             kept = tiles_seen(blocks - 1 - later // share, rows, newest_key, length, ROWS, BLOCK_N, CAUSAL)
@@ -102,23 +118,9 @@ def _consumer(
                 newest = gl.minimum(newest + b * ROWS + lanes, length - 1)
                 clear = (newest_key + b * ROWS + 1) // BLOCK_N
             count = begun + most - seen
-            mbarrier.wait(q_full.index(place), task // 2 & 1)
+            mbarrier.wait(q_full.index(place), task // PLACES & 1)
             mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
             s = warpgroup_mma(q, ks.index(count % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            # the next task's queries, under this product
-            tma.store_wait(0)  # the output before this one has left their place,
-            mbarrier.arrive(noted.index(W), count=1)  # and all four warps know it
-            if later < tasks:
-                asked = True
-                _ask(qd, qs, q_full, row + (blocks - 1 - later // share) * ROWS, unit * share + later % share,
-                     W * 2 + (task + 1) % 2, HEAD)  # fmt: skip
-            else:
-                blocks_ = (rows_ + ROWS - 1) // ROWS
-                r_ = (W + turn) % CONSUMERS
-                asked = is_another & (r_ < blocks_ * share)
-                if asked:
-                    _ask(qd, qs, q_full, row_ + (blocks_ - 1 - r_ // share) * ROWS, unit_ * share + r_ % share,
-                         W * 2 + (task + 1) % 2, HEAD)  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=seen - 1 >= kept)
             if seen - 1 >= clear:
@@ -126,60 +128,78 @@ def _consumer(
             m = gl.full([ROWS], float("-inf"), gl.float32, PER_ROW)
             exps, m, total, _ = tiles.softmax(s, m, None, scale, PER_ROW, POLYNOMIAL)
             p = gl.convert_layout(exps.to(qs.dtype), OPERAND)
+            tma.store_wait(0)  # the output before this one has left the place of its queries: others may come
+            mbarrier.arrive(q_empty.index((task + PLACES - CONSUMERS) % PLACES), count=1, pred=task >= CONSUMERS)
             acc = gl.zeros([ROWS, HEAD], gl.float32, OUTPUT)
-            acc, p, total, count, _, held = older_keys(
-                q, ks, vs, barriers, acc, p, m, total, count, task, seen - 2, kept, clear, newest, scale, SCORES, W, BLOCK_N,
-                STAGES, CONSUMERS, False, False, POLYNOMIAL,
+            acc, p, total, count, held = older_keys(
+                q, ks, vs, barriers, acc, p, m, total, count, seen - 2, kept, clear, newest, scale, SCORES, W, BLOCK_N, STAGES,
+                CONSUMERS, False, False, POLYNOMIAL,
             )  # fmt: skip
             mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
             o = warpgroup_mma(p, vs.index(count % STAGES), acc, use_acc=held, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_empty.index(count % STAGES), count=1, pred=kept == 0)
-            tiles.write_out(acc, total, q, output, row + b * ROWS, unit * share + r % share, rows - b * ROWS, HEAD)
-            task += 1
+            tiles.write_out(
+                acc, total, q, qs, place, output, row + b * ROWS, unit * share + r % share, rows - b * ROWS, HEAD, 1
+            )
+            task += CONSUMERS
         begun += most
+        before += tasks
         row, rows, newest_key, length, unit, is_item = row_, rows_, newest_key_, length_, unit_, is_another
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "units", "share", "group", "units_at_once"])
+@gluon.jit(
+    do_not_specialize=["table_stride", "batch", "item_rows", "min_q", "in_order", "units", "share", "group", "units_at_once"],
+    do_not_specialize_on_alignment=["CU_Q", "LENS", "BASE", "TABLE", "COUNTER"],
+)
 def flash_prefill_tasks_kernel(
-    qd, kd, vd, od, OUT, SCHEDULE, TABLE, table_stride, scale, units, share, group, units_at_once,
-    OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr,
-    KV_HEADS: gl.constexpr,
+    qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
+    group, units_at_once, OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(not TURNS and not ONCE, "these consumers take no turns, and give K back before V")
-    qs = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, ROWS, HEAD], qd.layout)
+    gl.static_assert(PACK == 1, "a task's rows are of one head")
+    ALL: gl.constexpr = PLACES * CONSUMERS
+    qs = tiles.room_for_queries(qd, ALL, HEAD, 1)
     ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
     vs = tiles.room_for_tiles(vd, STAGES, BLOCK_N, HEAD, PAGE)
     mending = (make_barriers(1, 1).index(0), make_barriers(1, CONSUMERS - 1).index(0))
-    board = make_board(CONSUMERS + 1)
-    q_full = make_barriers(2 * CONSUMERS, 1)
+    board = make_board(CONSUMERS + 2)
     barriers = (
-        q_full, make_barriers(CONSUMERS, 1), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
-        make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), q_full, mending, board,
+        make_barriers(ALL, 1), make_barriers(ALL, 1), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
+        make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(1, 1).index(0), mending, board,
     )  # fmt: skip
     fence_async_shared()
     inputs = (qd, kd, vd)
     shared = (qs, ks, vs)
     work = (TABLE, table_stride, share, group)
     output = (OUT, od, OUT_STRIDE)
+    requests = (CU_Q, LENS, BASE, batch, item_rows, min_q, in_order)
+    heads = (units, units_at_once)
     # constants stay constants only where they are written in the call itself
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE)),
-            (_consumer, (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE,
+                         ALL)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE,
+                         ALL)),
             (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, False, PAGE, KV_HEADS)),
-            (post_items, (board, SCHEDULE, units, units_at_once)),
-        ], [4, 1, 1], [232, 40, 40])
+            (_load_queries, (inputs, shared, barriers, work, HEAD, ALL)),
+            (post_items, (board, requests, COUNTER, heads, CAUSAL)),
+        ], [4, 1, 1, 1], [232, 40, 40, 40])
     else:
         gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE)),
-            (_consumer, (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE)),
-            (_consumer, (output, inputs, shared, barriers, work, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE,
+                         ALL)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE,
+                         ALL)),
+            (_consumer, (output, inputs, shared, barriers, work, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE,
+                         ALL)),
             (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, False, PAGE, KV_HEADS)),
-            (post_items, (board, SCHEDULE, units, units_at_once)),
-        ], [4, 4, 1, 1], [160, 160, 24, 24])
+            (_load_queries, (inputs, shared, barriers, work, HEAD, ALL)),
+            (post_items, (board, requests, COUNTER, heads, CAUSAL)),
+        ], [4, 4, 1, 1, 1], [160, 160, 32, 32, 32])
     # fmt: on

@@ -64,6 +64,71 @@ def as_tiles(places, descriptor, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HE
 
 
 @gluon.jit
+def room_for_queries(descriptor, PLACES: gl.constexpr, HEAD: gl.constexpr, PACK: gl.constexpr):
+    """Shared memory of `PLACES` tiles of 64 query rows; for packed heads cut into the boxes that the copies fill."""
+    if PACK == 1:
+        return gl.allocate_shared_memory(descriptor.dtype, [PLACES, ROWS, HEAD], descriptor.layout)
+    else:
+        boxes: gl.constexpr = PLACES * (HEAD // 64) * PACK
+        return gl.allocate_shared_memory(descriptor.dtype, [boxes, ROWS // PACK, 64], descriptor.layout)
+
+
+@gluon.jit
+def as_queries(places, descriptor, PLACES: gl.constexpr, HEAD: gl.constexpr, PACK: gl.constexpr):
+    """The same memory as the products see it: [PLACES, 64, HEAD]."""
+    if PACK == 1:
+        return places
+    else:
+        return places._reinterpret(descriptor.dtype, [PLACES, ROWS, HEAD], descriptor.layout)
+
+
+@gluon.jit
+def bring_queries(descriptor, full, places, place, row, unit, HEAD: gl.constexpr, PACK: gl.constexpr):
+    """Asks for 64 query rows: tokens from `row` on of one head, or 64 / PACK tokens of PACK heads, one head after the other."""
+    mbarrier.expect(full.index(place), ROWS * HEAD * 2)
+    if PACK == 1:
+        tma.async_copy_global_to_shared(descriptor, [row, unit * HEAD], full.index(place), places.index(place))
+    else:
+        PANELS: gl.constexpr = HEAD // 64
+        for i in gl.static_range(PACK):
+            for panel in gl.static_range(PANELS):
+                box = places.index((place * PANELS + panel) * PACK + i)
+                column = (unit * PACK + i) * HEAD + panel * 64
+                tma.async_copy_global_to_shared(descriptor, [row, column], full.index(place), box)
+
+
+@gluon.jit
+def _hardware_barrier(ASSEMBLY: gl.constexpr):
+    once = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [once], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_turn(W: gl.constexpr):
+    """Until the consumer before has started its products. Hardware barriers 8, 9, 10: Triton itself uses one for each role.
+
+    Unlike with a barrier in shared memory, whoever passes the turn on need not first meet the other warps of its group.
+    """
+    if W == 0:
+        _hardware_barrier("bar.sync 8, 256; mov.b32 $0, $1;")
+    elif W == 1:
+        _hardware_barrier("bar.sync 9, 256; mov.b32 $0, $1;")
+    else:
+        _hardware_barrier("bar.sync 10, 256; mov.b32 $0, $1;")
+
+
+@gluon.jit
+def pass_turn(TO: gl.constexpr):
+    """Lets consumer TO start its products."""
+    if TO == 0:
+        _hardware_barrier("bar.arrive 8, 256; mov.b32 $0, $1;")
+    elif TO == 1:
+        _hardware_barrier("bar.arrive 9, 256; mov.b32 $0, $1;")
+    else:
+        _hardware_barrier("bar.arrive 10, 256; mov.b32 $0, $1;")
+
+
+@gluon.jit
 def mask(s, at, newest, COLUMNS: gl.constexpr):
     """Scores of keys from `at` on, those after a row's newest key set to -inf."""
     keys = at + gl.arange(0, s.shape[1], COLUMNS)
@@ -146,23 +211,32 @@ def zero_rows_from(tile, first, HEAD: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def write_out(acc, total, place, output, row, head, left, HEAD: gl.constexpr):
-    """Output rows [row, row + min(64, left)) of a head, through the place in shared memory where their queries lay.
+def write_out(acc, total, place, places, at, output, row, unit, left, HEAD: gl.constexpr, PACK: gl.constexpr):
+    """Output tokens [row, row + min(64 / PACK, left)) of a unit of PACK heads, through the place where their queries lay.
 
-    The copy engine takes a whole block of rows; a block with fewer goes row by row, since what follows is another request's.
-    The copy reads `place` after this returns: tma.store_wait before it is filled again.
+    The copy engine takes a whole block of tokens; a block with fewer goes row by row, since what follows is another request's.
+    The copy reads `place` (number `at` of `places`) after this returns: tma.store_wait before it is filled again.
     """
     OUT, descriptor, token_stride = output
+    TOKENS: gl.constexpr = ROWS // PACK
     whole = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, acc.type.layout))
     share = 1.0 / gl.where(whole == 0.0, 1.0, whole)
     place.store((acc * gl.expand_dims(share, 1)).to(place.dtype))
     fence_async_shared()
-    if left >= ROWS:
-        tma.async_copy_shared_to_global(descriptor, [row, head * HEAD], place)
+    if left >= TOKENS:
+        if PACK == 1:
+            tma.async_copy_shared_to_global(descriptor, [row, unit * HEAD], place)
+        else:
+            PANELS: gl.constexpr = HEAD // 64
+            for i in gl.static_range(PACK):
+                for panel in gl.static_range(PANELS):
+                    box = places.index((at * PANELS + panel) * PACK + i)
+                    tma.async_copy_shared_to_global(descriptor, [row, (unit * PACK + i) * HEAD + panel * 64], box)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
         line = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        at = (row + line).to(gl.int64) * token_stride + head * HEAD
+        token = line % TOKENS
+        to = (row + token).to(gl.int64) * token_stride + (unit * PACK + line // TOKENS) * HEAD
         lanes_d = gl.arange(0, HEAD, gl.SliceLayout(0, layout))
         out = place.load(layout)
-        gl.store(OUT + gl.expand_dims(at, 1) + gl.expand_dims(lanes_d, 0), out, mask=gl.expand_dims(line < left, 1))
+        gl.store(OUT + gl.expand_dims(to, 1) + gl.expand_dims(lanes_d, 0), out, mask=gl.expand_dims(token < left, 1))

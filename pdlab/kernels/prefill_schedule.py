@@ -1,100 +1,22 @@
-"""Who computes what in the warp-specialized prefill kernels: a list of items, made on the device, longest first.
+"""Who computes what in the warp-specialized prefill kernels: items, handed out on a board in shared memory.
 
-An item is `query_tiles` consecutive tiles of query rows of one request, and `share` query heads that read the same KV head.
-Where the request's K and V fit the kernel's ring of tiles, an item takes all its query tiles and the heads of its group, so
-that K and V are fetched once for all of them; elsewhere it takes one tile of one head. Entries are the same for every head.
-Nothing is read on the host, so a captured graph follows lengths that change.
+An item is some consecutive tiles of query rows of one request, and a unit of query heads that read the same KV head. Where the
+request's K and V fit the kernel's ring of tiles, an item takes several tiles and the heads of its group, so that K and V are
+fetched once for all of them; elsewhere it takes one tile of one head, or one tile whose rows are the heads of a group.
 
 Blocks stay resident. Each starts with the item of its own number and takes further ones from a counter as it goes: whoever is
-done early takes more. A warp of its own draws them ahead and posts them on a board in shared memory, where loading warps and
-consumers read them, so that nobody waits for the counter or for global memory between two items.
+done early takes more. A warp of its own draws them ahead, finds out what they are (prefill_items) and posts them on a board in
+shared memory, where loading warps and consumers read them, so that nobody waits for the counter or for global memory between
+two items. Each item is followed by exactly one draw, so whoever draws the last number puts the counter back to zero.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from pdlab.kernels.addressing import padded_batch, pick
-from pdlab.kernels.flash_prefill import tile_of_rank
-
-if TYPE_CHECKING:
-    from pdlab.kernels.kv_view import KVView
-
-ENTRY = 8  # int32 of an entry: first query row, rows, first K row, newest key of the first row, keys, request
-
-
-@triton.jit(do_not_specialize=["batch"])
-def schedule_kernel(
-    SCHEDULE,
-    BASE,
-    LENS,
-    CU_Q,
-    batch,
-    ITEM_ROWS: tl.constexpr,
-    BATCH_PAD: tl.constexpr,
-    MIN_Q: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BY_REQUEST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Entry 0 holds the number of entries and how many items were handed out late; entry 1 + r is the r-th longest.
-
-    BY_REQUEST: longest first within a request only, so that what reads the same K and V runs at the same time.
-    """
-    rank = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    lanes_b = tl.arange(0, BATCH_PAD)
-    real = lanes_b < batch
-    q_first = tl.load(CU_Q + lanes_b, mask=real, other=0)
-    q_count = tl.load(CU_Q + lanes_b + 1, mask=real, other=0) - q_first
-    lens = tl.load(LENS + lanes_b, mask=real, other=0)
-    items_of = tl.where(q_count >= MIN_Q, (q_count + ITEM_ROWS - 1) // ITEM_ROWS, 0)
-    total = tl.sum(items_of, 0)
-    if rank == 0:
-        tl.store(SCHEDULE, total)
-        tl.store(SCHEDULE + 1, 0)
-    if rank < total:
-        if BY_REQUEST:
-            until = tl.cumsum(items_of, 0)
-            request = tl.sum((until <= rank).to(tl.int32), 0)
-            index = pick(until, request, lanes_b) - 1 - rank
-        else:
-            done = lens // ITEM_ROWS
-            if CAUSAL:
-                done = tl.maximum(lens - q_count, 0) // ITEM_ROWS
-            request, index = tile_of_rank(rank, items_of, done, lanes_b, BATCH_PAD)
-        length, queries = pick(lens, request, lanes_b), pick(q_count, request, lanes_b)
-        first = index * ITEM_ROWS
-        newest = length - 1
-        if CAUSAL:
-            newest = length - queries + first
-        entry = SCHEDULE + 8 + rank * 8
-        tl.store(entry, pick(q_first, request, lanes_b) + first)
-        tl.store(entry + 1, tl.minimum(queries - first, ITEM_ROWS))
-        tl.store(entry + 2, tl.load(BASE + request).to(tl.int32))
-        tl.store(entry + 3, newest)
-        tl.store(entry + 4, length)
-        tl.store(entry + 5, request)
-
-
-@gluon.jit
-def item_of(item, total, units, units_at_once):
-    """(offset of the entry in the schedule, unit of heads): a few units at a time, longest items of those first.
-
-    The K and V of those few stay in L2 while every item that reads them runs.
-    """
-    part = item // (total * units_at_once)
-    into = item - part * total * units_at_once
-    here = gl.minimum(units_at_once, units - part * units_at_once)
-    return 8 + into // here * 8, part * units_at_once + into % here
+from pdlab.kernels.prefill_items import count_items, entry_of, item_by_length, item_in_order, items_of, rows_done
 
 
 @gluon.jit
@@ -120,30 +42,60 @@ def make_board(READERS: gl.constexpr):
 
 
 @gluon.jit
-def post_items(board, SCHEDULE, units, units_at_once):
+def begin_dependents_and_wait():
+    """Dependent launch: the next kernel's blocks may come in as this one's end, and what ran before must be over from here on.
+
+    Of all warps only the dispatching one calls this: the others start with what it posts.
+    """
+    once = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [once], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def post_items(board, requests, COUNTER, heads_of_work, CAUSAL: gl.constexpr):
     """The dispatching warp: this block's items, one after the other, each as soon as its place on the board is free.
 
-    The first is the block's own number; the others come from the counter. After the last comes one that is no item. Of all
-    warps this one alone reads what the schedule's kernel writes, so it alone waits for that kernel's end.
+    The first is the block's own number; the others come from the counter. After the last comes one that is no item. A few units
+    of heads at a time run, all items of those: their K and V stay in L2 while every item that reads them runs.
     """
     items, posted, taken = board
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-    lanes = gl.arange(0, 8, LAYOUT)
-    once = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [once], dtype=gl.int32, is_pure=False, pack=1)
-    total = gl.load(SCHEDULE)
+    CU_Q, LENS, BASE, batch, item_rows, min_q, in_order = requests
+    units, units_at_once = heads_of_work
+    at = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    begin_dependents_and_wait()
+    total = count_items(CU_Q, lanes, batch, item_rows, min_q)
+    counts = items_of(CU_Q, 0, lanes, batch, item_rows, min_q)
+    done = rows_done(CU_Q, LENS, lanes, batch, item_rows, CAUSAL)
     item = gl.program_id(0)
     turn = 0
     more = True
     while more:
         more = item < total * units
-        entry, unit = item_of(gl.minimum(item, gl.maximum(total * units - 1, 0)), gl.maximum(total, 1), units, units_at_once)
-        fields = gl.load(SCHEDULE + entry + lanes)  # the last two of an entry are free
-        fields = gl.where(lanes == 6, unit, gl.where(lanes == 7, more.to(gl.int32), fields))
+        fields = at * 0
+        if more:
+            part = item // (total * units_at_once)
+            into = item - part * total * units_at_once
+            here = gl.minimum(units_at_once, units - part * units_at_once)
+            if in_order:
+                request, index = item_in_order(into // here, CU_Q, lanes, batch, item_rows, min_q)
+            else:
+                request, index = item_by_length(into // here, counts, done, lanes)
+            row, rows, base, newest, length = entry_of(request, index, CU_Q, LENS, BASE, item_rows, CAUSAL)
+            fields = gl.where(at == 0, row, gl.where(at == 1, rows, gl.where(at == 2, base, newest)))
+            fields = gl.where(at == 4, length, gl.where(at == 5, request, fields))
+            fields = gl.where(at == 6, part * units_at_once + into % here, gl.where(at == 7, 1, fields))
         mbarrier.wait(taken.index(turn % 2), (turn // 2 & 1) ^ 1)
         items.index(turn % 2).store(fields)
         mbarrier.arrive(posted.index(turn % 2), count=1)
-        item = gl.atomic_add(SCHEDULE + 1, 1, sem="relaxed") + gl.num_programs(0)
+        if more:
+            drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
+            if drawn == total * units - 1:
+                gl.store(COUNTER, 0)
+            item = drawn + gl.num_programs(0)
         turn += 1
 
 
@@ -168,20 +120,3 @@ def take_item(board, turn, WARPS: gl.constexpr):
         _field(x, lanes, 0), _field(x, lanes, 1), _field(x, lanes, 2), _field(x, lanes, 3), _field(x, lanes, 4),
         _field(x, lanes, 5), _field(x, lanes, 6), _field(x, lanes, 7) > 0,
     )  # fmt: skip
-
-
-def make_schedule(
-    view: KVView, tokens: int, item_rows: int, *, causal: bool, min_q: int, by_request: bool
-) -> tuple[torch.Tensor, int]:
-    """(i32 schedule on the device, upper bound of its entries) for items of `item_rows` query rows.
-
-    The kernel that reads it is to be launched next, with launch_pdl: it starts beside this one.
-    """
-    batch = view.seq_lens.shape[0]
-    most = triton.cdiv(tokens, item_rows) + min(batch, tokens)
-    schedule = torch.empty((most + 1) * ENTRY, dtype=torch.int32, device=view.k.device)
-    schedule_kernel[(most,)](
-        schedule, view.base, view.seq_lens, view.cu_q, batch, ITEM_ROWS=item_rows, BATCH_PAD=padded_batch(batch),
-        MIN_Q=min_q, CAUSAL=causal, BY_REQUEST=by_request, PDL=True, num_warps=1,
-    )  # fmt: skip
-    return schedule, most

@@ -60,7 +60,7 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The warp-specialized prefill kernels': flash_prefill_hopper's, or with `blocks` flash_prefill_tasks'."""
+    """The warp-specialized prefill kernels': flash_prefill_turns', or with `blocks` flash_prefill_tasks'."""
 
     consumers: int  # warpgroups of 64 query rows: 2 or 3
     block_n: int
@@ -71,6 +71,8 @@ class HopperTile:
     by_request: int = 0  # prompts up to this length run request by request, longer ones the longest first
     blocks: int = 0  # blocks of 64 query rows in an item whose K and V stay in the ring
     share: int = 1  # query heads in such an item
+    places: int = 2  # tiles of queries a consumer: the one it works on and those fetched ahead; more than 2 only with `blocks`
+    pack: int = 1  # query heads of a group whose rows share a tile of 64, without `blocks`: 1, 2, 4 or 8
 
 
 Tile = TypeVar("Tile", DecodeTile, DecodeRing, PrefillTile, HopperTile)

@@ -5,11 +5,16 @@ A process of its own, because TRITON_INTERPRET must be set before triton is firs
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import sys
+import tempfile
 import traceback
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -103,20 +108,61 @@ def ranks(tiles: list[int], done: list[int]) -> dict[str, Any]:
     return {"order": out.tolist()}
 
 
+@cache
+def items_kernel() -> Any:
+    """Every item of a step as the warp-specialized kernels find it: their text, with Triton's language in Gluon's place."""
+    from pdlab.kernels import prefill_items
+
+    text = Path(prefill_items.__file__).read_text(encoding="utf-8")
+    text = re.sub(r"^from triton.*$", "", text, flags=re.MULTILINE).replace("@gluon.jit", "@triton.jit")
+    text = re.sub(r"\bgl\.", "tl.", text)
+    text = text.replace("from __future__ import annotations", "import triton\nimport triton.language as tl")
+    path = Path(tempfile.mkdtemp()) / "items_twin.py"
+    path.write_text(text + _ITEMS_KERNEL)
+    spec = importlib.util.spec_from_file_location("items_twin", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.items_kernel
+
+
+_ITEMS_KERNEL = """
+
+@triton.jit
+def items_kernel(OUT, CU_Q, LENS, BASE, batch, item_rows, min_q, in_order, CAUSAL: tl.constexpr):
+    lanes = tl.arange(0, 32)
+    total = count_items(CU_Q, lanes, batch, item_rows, min_q)
+    counts = items_of(CU_Q, 0, lanes, batch, item_rows, min_q)
+    done = rows_done(CU_Q, LENS, lanes, batch, item_rows, CAUSAL)
+    tl.store(OUT, total)
+    for rank in range(0, total):
+        if in_order:
+            request, index = item_in_order(rank, CU_Q, lanes, batch, item_rows, min_q)
+        else:
+            request, index = item_by_length(rank, counts, done, lanes)
+        row, rows, base, newest, length = entry_of(request, index, CU_Q, LENS, BASE, item_rows, CAUSAL)
+        entry = OUT + 8 + 8 * rank
+        tl.store(entry, row)
+        tl.store(entry + 1, rows)
+        tl.store(entry + 2, base)
+        tl.store(entry + 3, newest)
+        tl.store(entry + 4, length)
+        tl.store(entry + 5, request)
+"""
+
+
 def schedule(
     lens: list[int], queries: list[int], causal: bool, min_q: int = 1, item_rows: int = 128, by_request: bool = False
 ) -> dict[str, Any]:
-    """Entries for the warp-specialized kernels: [[first row, rows, K row, newest key of the first row, keys, request], ...]."""
-    from pdlab.kernels.prefill_schedule import ENTRY, schedule_kernel
-
+    """Items of the warp-specialized kernels: [[first row, rows, K row, newest key of the first row, keys, request], ...]."""
     starts = torch.tensor([sum(queries[:b]) for b in range(len(queries) + 1)], dtype=torch.int32)
-    most = sum(-(-n // item_rows) for n in queries)
-    made = torch.full(((most + 2) * ENTRY,), -1, dtype=torch.int32)
-    schedule_kernel[(most + 1,)](
-        made, torch.tensor([1000 * b for b in range(len(lens))]), torch.tensor(lens, dtype=torch.int32), starts, len(lens),
-        ITEM_ROWS=item_rows, BATCH_PAD=4, MIN_Q=min_q, CAUSAL=causal, BY_REQUEST=by_request, PDL=False,
-    )  # fmt: skip
-    return {"total": int(made[0]), "late": int(made[1]), "entries": made.view(-1, ENTRY)[1 : 1 + int(made[0]), :6].tolist()}
+    made = torch.full(((sum(-(-n // item_rows) for n in queries) + 2) * 8,), -1, dtype=torch.int32)
+    bases = torch.tensor([1000 * b for b in range(len(lens))])
+    items_kernel()[(1,)](
+        made, starts, torch.tensor(lens, dtype=torch.int32), bases, len(lens), item_rows, min_q, int(by_request), CAUSAL=causal
+    )
+    return {"total": int(made[0]), "entries": made.view(-1, 8)[1 : 1 + int(made[0]), :6].tolist()}
 
 
 if __name__ == "__main__":

@@ -15,23 +15,25 @@ from compile_worker import ahead_of_time, resources
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from pdlab.kernels.flash_prefill_hopper import flash_prefill_hopper_kernel
 from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel
+from pdlab.kernels.flash_prefill_turns import flash_prefill_turns_kernel
 from pdlab.kernels.tuning import HopperTile
 
 
 def compile_job(tile: HopperTile, head: int, page: int) -> dict[str, Any]:
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     box = [min(page, tile.block_n), 64] if page else [tile.block_n, head]
-    shapes = {"qd": [64, head], "kd": box, "vd": box, "od": [64, head]}
+    rows = [64, head] if tile.pack == 1 else [64 // tile.pack, 64]
+    shapes = {"qd": rows, "kd": box, "vd": box, "od": rows}
     types = {name: f"tensordesc<bf16{shape},{layout!r}>" for name, shape in shapes.items()}
-    types |= {"OUT": "*bf16", "SCHEDULE": "*i32", "TABLE": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("CU_Q", "LENS", "TABLE", "COUNTER"), "*i32") | {"OUT": "*bf16", "BASE": "*i64", "scale": "fp32"}
     fixed = {
         "OUT_STRIDE": 32 * head, "HEAD": head, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "CONSUMERS": tile.consumers,
         "CAUSAL": True, "TURNS": tile.turns and not tile.blocks, "ONCE": tile.once,
-        "POLYNOMIAL": tile.polynomial, "PAGE": page, "KV_HEADS": 8 if page else 0,
+        "POLYNOMIAL": tile.polynomial, "PAGE": page, "KV_HEADS": 8 if page else 0, "PACK": tile.pack,
+        "PLACES": tile.places,
     }  # fmt: skip
-    kernel = flash_prefill_tasks_kernel if tile.blocks else flash_prefill_hopper_kernel
+    kernel = flash_prefill_tasks_kernel if tile.blocks else flash_prefill_turns_kernel
     built = ahead_of_time(kernel, GluonASTSource, fixed, types, (9, 0), 4)
     return {"shared": built.metadata.shared} | resources(built.asm["cubin"])
 

@@ -155,7 +155,6 @@ def test_the_schedule_covers_every_query_once_with_all_the_keys_it_sees(
 ) -> None:
     lens, queries = [700, 64, 300, 5], [300, 64, 1, 5]
     found = ask("schedule", lens=lens, queries=queries, causal=causal, min_q=2, item_rows=item_rows, by_request=by_request)
-    assert found["late"] == 0
     starts = [sum(queries[:b]) for b in range(5)]
     rows = []
     for first, count, key_row, newest, length, request in found["entries"]:
@@ -172,6 +171,16 @@ def test_the_schedule_covers_every_query_once_with_all_the_keys_it_sees(
         assert all(late <= early for early, late, a, b in zip(seen, seen[1:], requests, requests[1:]) if a == b)
     else:
         assert max(seen[1:]) <= seen[0]
+
+
+def test_the_schedule_of_more_requests_than_a_warp_has_lanes_covers_each_query_once(ask: Ask) -> None:
+    queries = [1, 3, 0, 130, 64, 1, 2] * 11
+    lens = [max(n, 1) + 7 * b for b, n in enumerate(queries)]
+    found = ask("schedule", lens=lens, queries=queries, causal=True, min_q=2, item_rows=64, by_request=True)
+    starts = [sum(queries[:b]) for b in range(len(queries) + 1)]
+    rows = [row for first, count, *_ in found["entries"] for row in range(first, first + count)]
+    assert sorted(rows) == [r for b, n in enumerate(queries) if n >= 2 for r in range(starts[b], starts[b + 1])]
+    assert all(starts[request] <= first < starts[request + 1] for first, *_, request in found["entries"])
 
 
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])

@@ -24,7 +24,7 @@ from pdlab.kernels.tuning import HopperTile  # noqa: E402
 
 Job = tuple[HopperTile, int, int]  # tile, head size, page size (0: extents)
 MOST_SHARED = 227 << 10  # bytes of a block (CUDA programming guide, compute capability 9.0)
-SOURCES = ("addressing", "flash_prefill", "flash_prefill_hopper", "flash_prefill_tasks", "hopper_tiles", "prefill_schedule")
+SOURCES = ("flash_prefill_turns", "flash_prefill_tasks", "hopper_tiles", "prefill_items", "prefill_schedule")
 
 
 def shipped() -> list[Job]:
@@ -42,8 +42,9 @@ def shipped() -> list[Job]:
 OTHERS: list[Job] = [
     (HopperTile(2, 128, 2), 128, 0),
     (HopperTile(2, 128, 4, polynomial=8), 64, 16),
-    (HopperTile(3, 128, 4, once=True), 64, 0),
-    (HopperTile(2, 64, 5, blocks=4, share=4), 128, 16),
+    (HopperTile(3, 128, 4, once=True, pack=4), 64, 0),
+    (HopperTile(2, 128, 2, pack=2), 128, 16),
+    (HopperTile(2, 64, 4, blocks=4, share=4, places=3), 128, 16),
     (HopperTile(3, 64, 4, blocks=3), 128, 0),
     (HopperTile(3, 64, 9, blocks=8), 64, 256),
 ]

@@ -10,7 +10,7 @@ from attention_cases import make_case
 
 pytest.importorskip("triton")
 
-from pdlab.kernels.flash_prefill_hopper import _item_of, fits
+from pdlab.kernels.flash_prefill_hopper import fits, item_of
 from pdlab.kernels.tuning import HopperTile
 
 ALONE = HopperTile(3, 64, 4, turns=False, blocks=4, share=4)
@@ -39,18 +39,25 @@ def test_other_head_sizes_dtypes_and_scattered_heads_are_left_to_the_plain_kerne
 @pytest.mark.parametrize(("group", "share"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
 def test_an_item_takes_heads_that_read_the_same_keys(group: int, share: int) -> None:
     _, view = make_case([256, 20], [256, 20], heads=group, kv_heads=1, dim=64)
-    assert _item_of(ALONE, view, 32, group, 64, 16) == (ALONE, 4, share)
+    assert item_of(ALONE, view, 32, group, 64, 16) == (ALONE, 256, share)
 
 
 def test_heads_share_an_item_only_where_every_multiprocessor_gets_one() -> None:
     _, view = make_case([256] * 4, [256] * 4, heads=4, kv_heads=1, dim=64)
-    assert _item_of(ALONE, view, 32, 4, 64, 32)[2] == 4
-    assert _item_of(ALONE, view, 32, 4, 64, 33)[2] == 1
+    assert item_of(ALONE, view, 32, 4, 64, 32)[2] == 4
+    assert item_of(ALONE, view, 32, 4, 64, 33)[2] == 1
 
 
 def test_items_are_of_several_blocks_only_where_the_longest_cache_fits_the_ring() -> None:
     _, view = make_case([257, 20], [100, 20], heads=4, kv_heads=1, dim=128)
-    tile, blocks, share = _item_of(ALONE, view, 32, 4, 128, 132)
-    assert (tile.blocks, tile.consumers, tile.block_n, tile.stages, blocks, share) == (0, 2, 128, 2, 2, 1)
+    tile, rows, share = item_of(ALONE, view, 32, 4, 128, 132)
+    assert (tile.blocks, tile.consumers, tile.block_n, tile.stages, rows, share) == (0, 2, 128, 2, 128, 1)
     streaming = replace(ALONE, blocks=3)  # as many blocks as consumers: each has one, nothing needs to stay
-    assert _item_of(streaming, view, 32, 4, 128, 132) == (streaming, 3, 1)
+    assert item_of(streaming, view, 32, 4, 128, 132) == (streaming, 192, 1)
+
+
+@pytest.mark.parametrize(("group", "pack"), [(1, 1), (2, 2), (3, 1), (4, 4), (8, 4)])
+def test_packed_heads_share_a_tile_of_rows(group: int, pack: int) -> None:
+    _, view = make_case([300], [300], heads=group, kv_heads=1, dim=64)
+    tile = HopperTile(3, 128, 4, pack=4)
+    assert item_of(tile, view, group, group, 64, 132) == (tile, 192 // pack, pack)

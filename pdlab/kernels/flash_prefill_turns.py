@@ -1,0 +1,280 @@
+"""Prefill attention of long prompts on Hopper: warpgroups that take turns at the tensor cores, fed by the copy engine.
+
+What flash_prefill computes, with the roles of a block given to different warps:
+
+    dispatching one warp hands out items, see prefill_schedule
+    loading     one warp keeps a ring of K and V tiles full, another brings queries, an item of them ahead
+    consumers   two or three warpgroups of 64 query rows each; softmax and both products, the running output in registers
+
+A consumer starts the product S = Q K^T of the next keys before it starts P V of the last, so the tensor cores work while it
+takes exponentials; and consumers take turns at starting products (a ring of barriers), so one's exponentials run under
+another's products. It runs on from one query tile to the next in the same way: the next one's first scores are computed
+beside the last P V of this one. Keys are walked from the newest to the oldest: the masked tiles come first, and the loop over
+the rest has no mask. A consumer's rows are 64 tokens of one head or, packed, 64 / PACK tokens of PACK heads of a group: the
+causal diagonal then crosses fewer keys of a tile.
+
+FLOPs and bytes: as flash_prefill. Hopper only (compute capability 9.0), compiled there and nowhere else.
+Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefill.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from pdlab.kernels import hopper_tiles as tiles
+from pdlab.kernels.hopper_tiles import ROWS
+from pdlab.kernels.prefill_schedule import make_board, post_items, take_item, tiles_seen
+
+
+@gluon.jit
+def load_tiles(
+    descriptors, shared, barriers, work, HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, ONCE: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    _qd, kd, vd = descriptors
+    _qs, ks, vs = shared
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _edge, _mending, board = barriers
+    TABLE, table_stride, share, group = work
+    count = 0
+    turn = 0
+    _row, rows, base, newest, length, request, unit, is_item = take_item(board, turn, 1)
+    while is_item:
+        table = TABLE + request * table_stride
+        head = unit * share // group  # of K and V
+        needed = tiles_seen((rows + BLOCK_M - 1) // BLOCK_M - 1, rows, newest, length, BLOCK_M, BLOCK_N, CAUSAL)
+        for j in range(needed):
+            stage = count % STAGES
+            parity = (count // STAGES & 1) ^ 1
+            key = (needed - 1 - j) * BLOCK_N
+            if ONCE:  # the places of K and V are given back together
+                mbarrier.wait(v_empty.index(stage), parity)
+            else:
+                mbarrier.wait(k_empty.index(stage), parity)
+            tiles.bring_tile(kd, k_full, ks, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
+            if not ONCE:
+                mbarrier.wait(v_empty.index(stage), parity)
+            tiles.bring_tile(vd, v_full, vs, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
+            count += 1
+        turn += 1
+        _row, rows, base, newest, length, request, unit, is_item = take_item(board, turn, 1)
+
+
+@gluon.jit
+def _load_queries(descriptors, shared, barriers, HEAD: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr):
+    qd, _kd, _vd = descriptors
+    qs, _ks, _vs = shared
+    q_full, q_empty, _k_full, _k_empty, _v_full, _v_empty, _edge, _mending, board = barriers
+    turn = 0
+    row, _rows, _base, _newest, _length, _request, unit, is_item = take_item(board, turn, 1)
+    while is_item:
+        for w in gl.static_range(CONSUMERS):
+            place = turn % 2 * CONSUMERS + w
+            mbarrier.wait(q_empty.index(place), (turn // 2 & 1) ^ 1)
+            tiles.bring_queries(qd, q_full, qs, place, row + w * (ROWS // PACK), unit, HEAD, PACK)
+        turn += 1
+        row, _rows, _base, _newest, _length, _request, unit, is_item = take_item(board, turn, 1)
+
+
+@gluon.jit
+def mend_values(
+    vs, v_full, mending, count, mends, first, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):
+    """The first consumer zeroes the V rows past the request's end for all of them."""
+    mended, noticed = mending
+    if W == 0:
+        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
+        tiles.zero_rows_from(vs.index(count % STAGES), first, HEAD, BLOCK_N)
+        mbarrier.wait(noticed, (mends & 1) ^ 1)  # nobody is still waiting for the mending before this one
+        mbarrier.arrive(mended, count=1)
+    else:
+        mbarrier.wait(mended, mends & 1)
+        mbarrier.arrive(noticed, count=1)
+
+
+@gluon.jit
+def older_keys(
+    q, ks, vs, barriers, acc, p, m, total, count, at_first, kept, clear, newest, scale, SCORES: gl.constexpr, W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
+    ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
+):  # fmt: skip
+    """Tiles of keys at_first ... 0: scores of the next while the output takes in the one before (whose p is given)."""
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, edge, _mending, _board = barriers
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    held = False  # the output begins with the first product
+    for at in range(at_first, -1, -1):
+        before = count
+        count += 1
+        mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
+        if TURNS:
+            tiles.wait_for_turn(W)
+        s = warpgroup_mma(q, ks.index(count % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
+        o = warpgroup_mma(p, vs.index(before % STAGES), acc, use_acc=held, is_async=True)
+        if TURNS:
+            tiles.pass_turn((W + 1) % CONSUMERS)
+        s = warpgroup_mma_wait(1, deps=[s])
+        if not ONCE:
+            mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=at >= kept)
+        if at >= clear:
+            s = tiles.mask(s, at * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
+        exps, m, total, rescale = tiles.softmax(s, m, total, scale, gl.SliceLayout(1, SCORES), POLYNOMIAL)
+        # Nobody ever arrives, and this never waits; but a wait on a barrier ends a basic block, and without one the assembler
+        # moves the next line's wait before the exponentials, which then no longer run under the product.
+        mbarrier.wait(edge, 1)
+        acc = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_empty.index(before % STAGES), count=1, pred=at + 1 >= kept)
+        acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
+        p = gl.convert_layout(exps.to(p.dtype), p.type.layout)
+        held = True
+    return acc, p, total, count, held
+
+
+@gluon.jit
+def _consumer(
+    output, inputs, shared, barriers, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr,
+    POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
+):  # fmt: skip
+    boxes, ks, vs = shared
+    qs = tiles.as_queries(boxes, inputs[0], 2 * CONSUMERS, HEAD, PACK)
+    ks = tiles.as_tiles(ks, inputs[1], STAGES, BLOCK_N, HEAD, PAGE)
+    vs = tiles.as_tiles(vs, inputs[2], STAGES, BLOCK_N, HEAD, PAGE)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _edge, mending, board = barriers
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
+    PER_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    acc = gl.zeros([ROWS, HEAD], gl.float32, OUTPUT)
+    TOKENS: gl.constexpr = ROWS // PACK
+    lanes = gl.arange(0, ROWS, PER_ROW) % TOKENS
+    count = 0  # tiles of keys before this one
+    mends = 0
+    turn = 0  # items before this one; their queries lie in two places in turn
+    row, rows, _base, newest_key, length, _request, head, is_item = take_item(board, turn, 4)
+    if TURNS and W == CONSUMERS - 1:
+        tiles.pass_turn(0)
+    mbarrier.wait(q_full.index(W), 0, pred=is_item)
+    mbarrier.wait(k_full.index(0), 0, pred=is_item)
+    if TURNS:
+        tiles.wait_for_turn(W)
+    s = warpgroup_mma(qs.index(W), ks.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if TURNS:
+        tiles.pass_turn((W + 1) % CONSUMERS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    while is_item:
+        here = turn % 2 * CONSUMERS + W
+        q = qs.index(here)
+        turn += 1
+        row_, rows_, _base, newest_key_, length_, _request, head_, is_another = take_item(board, turn, 4)
+        place = turn % 2 * CONSUMERS + W  # of the next item's queries
+        seen = tiles_seen(0, rows, newest_key, length, CONSUMERS * TOKENS, BLOCK_N, CAUSAL)
+        if seen * BLOCK_N > length:
+            mend_values(vs, v_full, mending, count, mends, length - (seen - 1) * BLOCK_N, W, HEAD, BLOCK_N, STAGES)
+            mends += 1
+        newest = lanes * 0 + newest_key
+        clear = length // BLOCK_N
+        if CAUSAL:
+            newest = gl.minimum(newest + W * TOKENS + lanes, length - 1)
+            clear = (newest_key + 1) // BLOCK_N
+        if not ONCE:
+            mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+        if seen - 1 >= clear:
+            s = tiles.mask(s, (seen - 1) * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
+        m = gl.full([ROWS], float("-inf"), gl.float32, PER_ROW)
+        exps, m, total, _ = tiles.softmax(s, m, None, scale, PER_ROW, POLYNOMIAL)
+        p = gl.convert_layout(exps.to(qs.dtype), OPERAND)
+        tma.store_wait(0)  # the output before this one has left the place of its queries, where the next ones go
+        mbarrier.arrive(q_empty.index(place), count=1, pred=turn > 1)
+        acc, p, total, count, held = older_keys(
+            q, ks, vs, barriers, acc, p, m, total, count, seen - 2, 0, clear, newest, scale, SCORES, W, BLOCK_N, STAGES,
+            CONSUMERS, TURNS, ONCE, POLYNOMIAL,
+        )  # fmt: skip
+        # the first scores of the next item beside the last values of this one
+        mbarrier.wait(q_full.index(place), turn // 2 & 1, pred=is_another)
+        mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=is_another)
+        if TURNS:
+            tiles.wait_for_turn(W)
+        s = warpgroup_mma(qs.index(place), ks.index((count + 1) % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
+        o = warpgroup_mma(p, vs.index(count % STAGES), acc, use_acc=held, is_async=True)
+        if TURNS:
+            tiles.pass_turn((W + 1) % CONSUMERS)
+        s, acc = warpgroup_mma_wait(0, deps=[s, o])
+        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        tiles.write_out(acc, total, q, boxes, here, output, row + W * TOKENS, head, rows - W * TOKENS, HEAD, PACK)
+        count += 1
+        row, rows, newest_key, length, head, is_item = row_, rows_, newest_key_, length_, head_, is_another
+    tma.store_wait(0)
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "batch", "item_rows", "min_q", "in_order", "units", "share", "group", "units_at_once"],
+    do_not_specialize_on_alignment=["CU_Q", "LENS", "BASE", "TABLE", "COUNTER"],
+)
+def flash_prefill_turns_kernel(
+    qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
+    group, units_at_once, OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    gl.static_assert(PLACES == 2, "an item's queries and the next one's")
+    qs = tiles.room_for_queries(qd, 2 * CONSUMERS, HEAD, PACK)
+    ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
+    vs = tiles.room_for_tiles(vd, STAGES, BLOCK_N, HEAD, PAGE)
+    mending = (make_barriers(1, 1).index(0), make_barriers(1, CONSUMERS - 1).index(0))
+    board = make_board(CONSUMERS + 2)
+    barriers = (
+        make_barriers(2 * CONSUMERS, 1), make_barriers(2 * CONSUMERS, 1), make_barriers(STAGES, 1),
+        make_barriers(STAGES, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
+        make_barriers(1, 1).index(0), mending, board,
+    )  # fmt: skip
+    fence_async_shared()
+    inputs = (qd, kd, vd)
+    shared = (qs, ks, vs)
+    work = (TABLE, table_stride, share, group)
+    output = (OUT, od, OUT_STRIDE)
+    requests = (CU_Q, LENS, BASE, batch, item_rows, min_q, in_order)
+    heads = (units, units_at_once)
+    M: gl.constexpr = CONSUMERS * 64 // PACK
+    # constants stay constants only where they are written in the call itself
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE, PACK)),
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE, PACK)),
+            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
+            (_load_queries, (inputs, shared, barriers, HEAD, 2, PACK)),
+            (post_items, (board, requests, COUNTER, heads, CAUSAL)),
+        ], [4, 1, 1, 1], [232, 40, 40, 40])
+    else:
+        gl.warp_specialize([
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE, PACK)),
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE, PACK)),
+            (_consumer, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+                         PAGE, PACK)),
+            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
+            (_load_queries, (inputs, shared, barriers, HEAD, 3, PACK)),
+            (post_items, (board, requests, COUNTER, heads, CAUSAL)),
+        ], [4, 4, 1, 1, 1], [160, 160, 32, 32, 32])
+    # fmt: on
