@@ -58,6 +58,16 @@ class CudaCapture:
             out = step()
         return graph, out
 
+    def rehearse(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Runs a step on the stream of the captures, in the current stream's order: what operations make once a stream
+        (workspaces, counters that begin at zero) must not be made during a capture, which only notes that it is to be done."""
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            out = step()
+        here.wait_stream(self.stream)
+        return out
+
 
 @dataclass(frozen=True)
 class StepShape:

@@ -144,7 +144,11 @@ class PrefillGraphs:
         if (made := self._made.get(shape)) is not None:
             made.replay()
             return self.sampled
-        self._step(shape)
+        rehearse = getattr(self._capture, "rehearse", None)  # an imitation has no stream
+        if rehearse is None:
+            self._step(shape)
+        else:
+            rehearse(lambda: self._step(shape))
         if self.refused is None:
             started = time.perf_counter()
             try:
