@@ -85,6 +85,8 @@ def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int
         sizes += [replace(rule, rows=r, k=64, warps=w, stages=s, tma=True) for r, w, s in STAGED[size]]
     for tile in sizes:
         rows, tile_k = tile.rows, tile.k
+        while tile.stages > 3 and held_bytes(tile, columns) + 2048 > tuning.shared_bytes:
+            tile = replace(tile, stages=tile.stages - 1)
         held = held_bytes(tile, columns) + 1024
         if held > tuning.shared_bytes - 1024 or tile_k > k:
             continue

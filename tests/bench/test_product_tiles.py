@@ -22,7 +22,7 @@ L4 = Tuning("no-such-device", (8, 9), 58, 48 << 20)
 def test_candidates_fit_the_device_and_cover_all_of_k(tuning: Tuning, batch: int) -> None:
     for op, (outputs, k) in product_tiles.shapes(config_of("llama-3-8b")).items():
         found = list(product_tiles.product_candidates(tuning, op, outputs, k, batch))
-        assert len(found) > 2
+        assert len(found) > 1, "the rule has a rival"
         assert len(set(found)) == len(found), "nothing is timed twice"
         columns = max(8, batch)
         for tile in found:
