@@ -9,6 +9,7 @@ with LLM("smollm2-135m") as llm:
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +30,12 @@ from pdlab.models.config import ModelConfig
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pdlab.costs.learned import LearnedEstimator
     from pdlab.models.model import Model
     from pdlab.models.tokenizer import Tokenizer
     from pdlab.workloads.workload import Item, Workload
+
+WORTH_KEEPING = 64  # steps learned from
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,16 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         self._mail: dict[int, deque[TokenEvent]] = {}  # events of streams that another caller's step produced
         self._engine: Engine | None = None
+        self._learns: tuple[LearnedEstimator, str, str, int] | None = (
+            None  # on which device, in which dtype; steps known before
+        )
         build = self._simulated if config.executor == "simulated" else self._loaded
         self._engine = build(model)
 
     def _loaded(self, source: Any) -> Engine:
+        from pdlab.costs.calibration import recall
         from pdlab.costs.estimator import make_estimator
+        from pdlab.costs.learned import LearnedEstimator
         from pdlab.costs.roofline import ceilings_for
         from pdlab.engine.executor import TorchExecutor
         from pdlab.hardware.probe import resolve_device
@@ -103,6 +112,9 @@ class LLM:
         itemsize = model.weights.embed.element_size()
         padded = executor.prefill_graphs is not None
         estimator = make_estimator(self.config, loaded.config, ceilings_for(machine.slug, dtype), itemsize, padded=padded)
+        if isinstance(estimator, LearnedEstimator):
+            recall(estimator, machine.slug, dtype)
+            self._learns = estimator, machine.slug, dtype, estimator.seen
         decoder = self.tokenizer.stream if self.tokenizer is not None else None
         return Engine(self.config, loaded.config, executor, estimator, decoder=decoder, end_tokens=loaded.config.eos_token_ids)
 
@@ -219,6 +231,21 @@ class LLM:
         engine, self._engine = self._engine, None
         self.model = self.tokenizer = None
         engine.close()
+        self._keep_what_was_learned()
+
+    def _keep_what_was_learned(self) -> None:
+        """For the next engine with this model on this device, and for its simulator; under home_dir()."""
+        from pdlab.costs.calibration import save_for_device
+
+        if self._learns is None:
+            return
+        estimator, device, dtype, before = self._learns
+        self._learns = None
+        if estimator.seen - before >= WORTH_KEEPING:
+            try:
+                save_for_device(estimator, device, dtype)
+            except OSError as error:
+                warnings.warn(f"what the estimator learned is not kept: {error}", RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> LLM:
         return self

@@ -106,7 +106,7 @@ class EngineConfig:
     static_batch_tokens: int = 8192  # padded prompt tokens of one static batch
     max_model_len: int | None = None  # tokens of prompt + output; at most the model's context
     steps_in_flight: int = 1  # 1 or 2: two overlap the host with the device
-    estimator: str = "roofline"
+    estimator: str = "roofline"  # learned: goes on from what was saved for this device, and saves when the engine is closed
     aging_factor: float = 10.0  # sjf_aging, oracle: headstart for others, in multiples of a request's own seconds alone
     patience_s: float = 30.0  # sjf_aging, oracle, deadline: the longest headstart others may get
     priority_ratio: float = 4.0  # priority: a class's weight over that of the class below

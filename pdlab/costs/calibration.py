@@ -8,6 +8,8 @@ sheet, slowed by the shares of the ceilings that kernels commonly reach. The las
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +56,30 @@ def save_for_device(
 ) -> Path:
     """Saves under home_dir() (or `root`), where `cost_model` and a later engine on this device find it. `provenance`: the
     machine and the commit that its steps came from."""
-    path = (root or home_dir()) / estimator_file(device, estimator.model.name, dtype)
+    path = (root or home_dir()) / estimator_file(device, estimator.model.name.removeprefix("random:"), dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"provenance": provenance or {}, **estimator.state()}
-    path.write_text(json.dumps(state, sort_keys=True, separators=(",", ":")) + "\n", encoding="utf-8")
+    written = path.with_suffix(f".{os.getpid()}")  # another process may be reading
+    written.write_text(json.dumps(state, sort_keys=True, separators=(",", ":")) + "\n", encoding="utf-8")
+    written.replace(path)
     return path
+
+
+def recall(estimator: LearnedEstimator, device: str, dtype: str) -> bool:
+    """Lets an engine's estimator go on from what was saved for this device, the user's own before the shipped one. False, and
+    nothing changed, where there is none, it is damaged, or its steps were launched in another way (`padded`)."""
+    path = find_data(estimator_file(device, estimator.model.name.removeprefix("random:"), dtype))
+    if path is None:
+        return False
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if bool(state.get("padded", False)) is not estimator.padded:
+            return False
+        estimator.restore(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"the estimator begins with nothing: {path} cannot be used ({error})", RuntimeWarning, stacklevel=2)
+        return False
+    return True
 
 
 def data_sheet_cost(model: ModelConfig, device: str, dtype: str) -> Callable[[PlanShape], float]:

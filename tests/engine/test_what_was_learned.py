@@ -1,0 +1,69 @@
+"""An engine's learning estimator goes on from what the last one on this device knew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdlab.core.config import SamplingParams
+from pdlab.costs.learned import LearnedEstimator
+from pdlab.llm import LLM, WORTH_KEEPING
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PDLAB_HOME", str(tmp_path))
+    return tmp_path
+
+
+def engine_of(steps: int, **config: Any) -> tuple[int, int]:
+    """(steps known at the beginning, at the end) of an engine that decodes for so many steps."""
+    settings = {"device": "cpu", "estimator": "learned", "kv_capacity_tokens": 1024, "max_model_len": 256}
+    with LLM("random:llama-tiny", **settings | config) as llm:
+        estimator = llm.engine.estimator
+        assert isinstance(estimator, LearnedEstimator)
+        before = estimator.seen
+        if steps:
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=steps, ignore_eos=True))
+        return before, estimator.seen
+
+
+def files(home: Path) -> list[Path]:
+    return [p for p in home.rglob("*") if p.is_file()]
+
+
+def test_the_next_engine_goes_on_where_the_last_one_ended(home: Path) -> None:
+    before, known = engine_of(2 * WORTH_KEEPING)
+    assert before == 0
+    assert known > WORTH_KEEPING
+    assert [p.name for p in files(home)] == ["llama-tiny-float32.json"]
+    assert engine_of(0) == (known, known)
+
+
+def test_a_few_steps_are_not_worth_a_file(home: Path) -> None:
+    engine_of(WORTH_KEEPING // 2)
+    assert not files(home)
+
+
+def test_a_damaged_file_is_named_and_the_engine_begins_with_nothing(home: Path) -> None:
+    engine_of(2 * WORTH_KEEPING)
+    path = files(home)[0]
+    path.write_text(path.read_text()[:100])
+    with pytest.warns(RuntimeWarning, match=path.name):
+        before, _ = engine_of(0)
+    assert before == 0
+
+
+def test_steps_that_were_launched_in_another_way_teach_nothing(home: Path) -> None:
+    engine_of(2 * WORTH_KEEPING)
+    path = files(home)[0]
+    path.write_text(path.read_text().replace('"padded":false', '"padded":true'))
+    assert engine_of(0) == (0, 0)
+
+
+def test_where_nothing_can_be_written_closing_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "estimators").write_text("a file where a folder is wanted")
+    with pytest.warns(RuntimeWarning, match="not kept"):
+        engine_of(2 * WORTH_KEEPING)
