@@ -1,0 +1,59 @@
+"""Products whose first weights are in shared memory before their turn: what can be said of them without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from pdlab.kernels.product_tiles import ProductTile
+from pdlab.kernels.staged_product import constants, fits
+
+LLAMA = {"HEADS": 32, "KV_HEADS": 8, "PAGE": 16}
+# name, k, activation rows held, tile, weight rows of a copy, sizes of the operation
+JOBS: list[tuple[str, int, int, dict[str, Any], int, dict[str, Any]]] = [
+    ("staged_norm_product_kernel", 4096, 64, {"rows": 256, "split": 1, "warps": 8, "stages": 5}, 128,
+     {"WIDTH": 14336, "GATED": True}),
+    ("staged_residual_product_kernel", 8192, 32, {"rows": 128, "split": 8, "warps": 4, "stages": 5}, 64, {"OUTPUTS": 2048}),
+    ("staged_qkv_rope_kernel", 2048, 8, {"rows": 128, "split": 4, "warps": 4, "stages": 6}, 32, LLAMA | {"HALF": 32}),
+]  # fmt: skip
+MOST = 227 << 10  # bytes of shared memory a block may have at 9.0 (CUDA programming guide)
+
+
+def test_the_kernels_compile_without_spills_and_fit(compile_environment: dict[str, str]) -> None:
+    here = Path(__file__).parent
+    environment = compile_environment | {"PYTHONPATH": f"{here.parent.parent}:{here}"}
+    command = [sys.executable, str(here / "staged_compile_worker.py"), json.dumps(JOBS)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(found) == len(JOBS), run.stderr[-3000:]
+    for one in found:
+        assert one["STACK"] == 0
+        assert one["HGMMA"] > 0
+        assert one["shared"] <= MOST
+
+
+def test_a_ring_is_never_longer_than_what_goes_through_it() -> None:
+    tile = ProductTile(128, 64, 4, 0, 0, 4, 12, True, True)
+    assert constants(tile, 2048)["STAGES"] == constants(tile, 2048)["PIECES"] == 8
+
+
+@pytest.mark.parametrize(
+    "changed", [{"tokens": 1}, {"k": 96}, {"bias": True}, {"dtype": torch.float32}, {"tma": False}], ids=lambda c: next(iter(c))
+)
+def test_what_they_cannot_do_is_left_to_the_others(changed: dict[str, Any]) -> None:
+    facts = {"tokens": 4, "k": 512, "bias": False, "dtype": torch.bfloat16, "tma": True}
+
+    def fit(tokens: int, k: int, bias: bool, dtype: torch.dtype, tma: bool) -> bool:
+        x, weight = torch.zeros(tokens, k, dtype=dtype), torch.zeros(256, k, dtype=dtype)
+        return fits(x, weight, weight[:, 0] if bias else None, ProductTile(128, 64, 2, 0, 0, 4, 4, True, tma))
+
+    assert fit(**facts)
+    assert not fit(**facts | changed)
