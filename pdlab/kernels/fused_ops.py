@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from pdlab.kernels.dispatched_ops import DispatchedOps
-from pdlab.kernels.filtered_sample import filtered_sample
+from pdlab.kernels.filtered_sample import RESIDENT, Meeting, filtered_sample
 from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.norm_product import GELU, NOTHING, SWIGLU, norm_product
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope
@@ -53,6 +53,7 @@ class FusedOps(DispatchedOps):
         self.stack_tile: StackTile | None = None  # None: the default; read where a model's first step is made
         self.stacks: dict[int, tuple[list[LayerWeights], RingStack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
+        self.meeting = Meeting(self.device, RESIDENT * self.tuning.multiprocessors if self.device.type == "cuda" else 0)
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
         self.ring_tiles: dict[
             tuple[str, int, int], RingTile | None
@@ -174,7 +175,7 @@ class FusedOps(DispatchedOps):
             logits = self._project(x, head, LOGITS, sampling)
             if sampling.seen is not None or sampling.num_logprobs >= 0:
                 return sample_from_logits(logits, sampling)
-            return SampleResult(filtered_sample(logits, sampling))
+            return SampleResult(filtered_sample(logits, sampling, self.meeting))
         return SampleResult(self._project(x, head, RANDOM if sampling.any_random else GREEDY, sampling))
 
     def _project(self, x: torch.Tensor, head: HeadWeights, want: int, sampling: SamplingBatch) -> torch.Tensor:

@@ -32,6 +32,7 @@ _LOGITS, _RANDOM = tl.constexpr(LOGITS), tl.constexpr(RANDOM)
 EMPTY = -(1 << 63)  # below the key of any score
 _EMPTY = tl.constexpr(EMPTY)
 MAX_SAMPLED = 256  # rows of one launch
+_MOST = tl.constexpr(MAX_SAMPLED)
 _ONE_INSTRUCTION = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # the interpreter knows no assembly
 
 
@@ -68,15 +69,65 @@ def _log(x):
 
 
 @triton.jit
-def gumbel(token, key1, key2):
-    """Standard Gumbel noise -log(-log(1 - u)); arguments broadcast. As exact as the score it is added to, and cheap: a wide
-    batch needs millions of them."""
-    h = _mix32(_mix32(token.to(tl.uint32) + key1) ^ key2)
+def noise_hash(token, key1, key2):
+    """32 random bits of a token; arguments broadcast."""
+    return _mix32(_mix32(token.to(tl.uint32) + key1) ^ key2)
+
+
+@triton.jit
+def hash_gumbel(h):
+    """Standard Gumbel noise -log(-log(1 - u)) of 32 random bits. As exact as the score it is added to, and cheap."""
     u = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039535522)  # 2^-32, 1 - 2^-24
     # -log(1 - u) to the last digit where it is small, since those win the race: there by its series
     series = u * (1.0 + u * (0.5 + u * (0.33333333 + u * (0.25 + u * (0.2 + u * 0.16666667)))))
     e = tl.where(u < 0.0625, series, -_log(1.0 - u))
     return -_log(e)
+
+
+@triton.jit
+def gumbel(token, key1, key2):
+    return hash_gumbel(noise_hash(token, key1, key2))
+
+
+@triton.jit
+def contest(temperature, key, real):
+    """(slope, offset): a score of the row may win only where  logit * slope + offset >= log2(hash), or where that is NaN.
+
+    Noise is at most -log u, u = hash / 2^32. `key`: the best so far. Both sides carry a margin far above their rounding, and a
+    row of temperature 0 lets in whatever is not clearly below its best.
+    """
+    best = score_of(key)
+    hot = temperature > 0
+    bar = (best - 0.01 - tl.abs(best) * 2e-6) * 1.4426950408889634
+    slope = tl.where(hot, 1.4426950408889634 / tl.maximum(temperature, 1e-6), 1024.0)
+    offset = tl.where(hot, 32.0 - bar, 40.0 + tl.abs(best) * 0.001 - 1024.0 * best)
+    return tl.where(real, slope, 0.0), tl.where(real, offset, float("-inf"))
+
+
+@triton.jit
+def room(logits, h, slope, offset):
+    """Not below 0 where a score may win; see contest."""
+    hashed = h.to(tl.float32)
+    if _ONE_INSTRUCTION:
+        log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [hashed], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        log2 = tl.log2(hashed)
+    return logits * slope + offset - log2
+
+
+@triton.jit
+def _largest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def any_room(x):
+    """Whether an element of [n, m] is not below 0; NaN is not."""
+    if _ONE_INSTRUCTION:
+        best = tl.reduce(tl.reduce(x, 1, _largest), 0, _largest)
+    else:  # the interpreter walks through a reduction of our own element by element
+        best = tl.max(tl.max(tl.where(x == x, x, float("inf")), 1), 0)
+    return (best < 0) == 0
 
 
 @triton.jit
@@ -88,45 +139,77 @@ def race_key(score, token):
 
 
 @triton.jit
+def score_of(key):
+    """The score of a key; NaN of EMPTY."""
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def winner(key):
     """The token of a key, or -1 where its score is NaN or infinite."""
-    ordered = (key >> 32).to(tl.int32)
-    score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    score = score_of(key)
     finite = (score == score) & (tl.abs(score) != float("inf"))
     return tl.where(finite, 0x7FFFFFFF - (key & 0x7FFFFFFF), -1)
 
 
 @triton.jit
+def _prepare_race(TEMPERATURE, SEED, POSITION, BEST, FACTS, batch, BM: tl.constexpr, MOST: tl.constexpr):
+    """What the race needs of each row, worked out by one thread for all: 64-bit products for every warp would cost as much as
+    the noise. Programs write over each other: keys are the same for all, and any program's bar is one that the row has passed.
+    """
+    m = tl.arange(0, BM)
+    real = m < batch
+    key1, key2 = noise_key(tl.load(SEED + m, mask=real, other=0), tl.load(POSITION + m, mask=real, other=0))
+    best = tl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
+    slope, offset = contest(tl.load(TEMPERATURE + m, mask=real, other=0.0), best, real)
+    tl.store(FACTS + m, key1.to(tl.int32, bitcast=True))
+    tl.store(FACTS + MOST + m, key2.to(tl.int32, bitcast=True))
+    tl.store(FACTS + 2 * MOST + m, slope.to(tl.int32, bitcast=True))
+    tl.store(FACTS + 3 * MOST + m, offset.to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+
+
+@triton.jit
 def _enter_race(
-    logits, first, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS: tl.constexpr, BM: tl.constexpr,
-    WANT: tl.constexpr,
+    logits, first, rows, token, TEMPERATURE, BEST, FACTS, batch, ROWS: tl.constexpr, BM: tl.constexpr, WANT: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
     """Sends the best of logits [ROWS, BM] for the activation rows from `first` on; 16 of those at a time, so that their noise
-    finds room in registers, and none for rows that nobody asked for."""
+    finds room in registers, and none for rows that nobody asked for. Noise is worked out where a score may win with it."""
     if BM > 16:
         left, right = tl.split(tl.permute(tl.reshape(logits, (ROWS, 2, BM // 2)), (0, 2, 1)))
-        _enter_race(left, first, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS, BM // 2, WANT)
+        _enter_race(left, first, rows, token, TEMPERATURE, BEST, FACTS, batch, ROWS, BM // 2, WANT, MOST)
         if first + BM // 2 < batch:
-            _enter_race(right, first + BM // 2, rows, token, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS, BM // 2, WANT)
+            _enter_race(right, first + BM // 2, rows, token, TEMPERATURE, BEST, FACTS, batch, ROWS, BM // 2, WANT, MOST)
     else:
         m = first + tl.arange(0, BM)
         real = m < batch
-        score = logits
         if WANT == _RANDOM:
-            temperature = tl.load(TEMPERATURE + m, mask=real, other=0.0)
-            key1, key2 = noise_key(tl.load(SEED + m, mask=real, other=0), tl.load(POSITION + m, mask=real, other=0))
-            noise = gumbel(rows[:, None], key1[None, :], key2[None, :])
-            # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
-            hot = logits * (1.0 / tl.maximum(temperature, 1e-6))[None, :] + noise
-            score = tl.where((temperature > 0)[None, :], hot, logits)
-        score = tl.where(score == score, score, float("inf"))  # NaN must show, and no comparison finds it
-        best, at = tl.max(score, 0, return_indices=True)  # of equal scores the first; rows past the end repeat the last token
-        tl.atomic_max(BEST + m, race_key(best, tl.minimum(token + at, tl.max(rows, 0))), mask=real, sem="relaxed")
+            key1 = tl.load(FACTS + m).to(tl.uint32, bitcast=True)
+            key2 = tl.load(FACTS + MOST + m).to(tl.uint32, bitcast=True)
+            slope = tl.load(FACTS + 2 * MOST + m).to(tl.float32, bitcast=True)
+            offset = tl.load(FACTS + 3 * MOST + m).to(tl.float32, bitcast=True)
+            h = noise_hash(rows[:, None], key1[None, :], key2[None, :])
+            if any_room(room(logits, h, slope[None, :], offset[None, :])):
+                temperature = tl.load(TEMPERATURE + m, mask=real, other=0.0)
+                # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
+                hot = logits * (1.0 / tl.maximum(temperature, 1e-6))[None, :] + hash_gumbel(h)
+                _send_best(tl.where((temperature > 0)[None, :], hot, logits), rows, token, BEST + m, real)
+        else:
+            _send_best(logits, rows, token, BEST + m, real)
+
+
+@triton.jit
+def _send_best(score, rows, token, best_at, real):
+    score = tl.where(score == score, score, float("inf"))  # NaN must show, and no comparison finds it
+    best, at = tl.max(score, 0, return_indices=True)  # of equal scores the first; rows past the end repeat the last token
+    tl.atomic_max(best_at, race_key(best, tl.minimum(token + at, tl.max(rows, 0))), mask=real, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["batch"])
 def projection_sample_kernel(
-    X, NORM_W, NORM_B, W, XD, WD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, eps, batch,
+    X, NORM_W, NORM_B, W, XD, WD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, FACTS, eps, batch,
     VOCAB: tl.constexpr,
     WANT: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
@@ -145,7 +228,9 @@ def projection_sample_kernel(
         at = m.to(tl.int64)[None, :] * VOCAB + token[:, None]
         tl.store(OUT + at, acc, mask=(token < VOCAB)[:, None] & real[None, :])
     else:
-        _enter_race(acc, 0, rows, tile * ROWS, TEMPERATURE, SEED, POSITION, BEST, batch, ROWS, BM, WANT)
+        if WANT == _RANDOM:
+            _prepare_race(TEMPERATURE, SEED, POSITION, BEST, FACTS, batch, BM, _MOST)
+        _enter_race(acc, 0, rows, tile * ROWS, TEMPERATURE, BEST, FACTS, batch, ROWS, BM, WANT, _MOST)
         tl.debug_barrier()  # every thread's maximum comes before the release below
         if tl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
             won = tl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
@@ -160,6 +245,7 @@ class Race:
     def __init__(self, device: torch.device | str) -> None:
         self.best = torch.full((MAX_SAMPLED,), EMPTY, dtype=torch.int64, device=device)
         self.done = torch.zeros(1, dtype=torch.int32, device=device)
+        self.facts = torch.zeros(4 * MAX_SAMPLED, dtype=torch.int32, device=device)  # of the rows, written by each launch
 
 
 def project(
@@ -171,6 +257,11 @@ def project(
     A row with a logit that is NaN or infinite gets token -1. `normed`: x has been through the norm already. Rows of
     temperature 0 are greedy under RANDOM too. `tile.split` is not used: a vocabulary has tiles enough.
     """
+    if tile.tma and normed and x.is_cuda:
+        from pdlab.kernels import projection_sample_hopper as hopper
+
+        if hopper.projects(x, head.proj):
+            return hopper.project_hopper(x, head.proj, want, sampling, race, pdl=tile.pdl)
     rows, k = x.shape
     vocab = head.proj.shape[0]
     columns = columns_of(rows)
@@ -181,7 +272,7 @@ def project(
     projection_sample_kernel[(triton.cdiv(vocab, tile.rows),)](
         x, norm.weight, norm.weight if norm.bias is None else norm.bias, head.proj,
         *descriptors(x, head.proj, tile, columns), sampling.temperature, sampling.seed, sampling.position,
-        out, race.best, race.done, norm.eps, rows, VOCAB=vocab, WANT=want,
+        out, race.best, race.done, race.facts, norm.eps, rows, VOCAB=vocab, WANT=want,
         **constants(tile, columns, k, kind),
     )  # fmt: skip
     return out

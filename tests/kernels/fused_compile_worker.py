@@ -17,7 +17,7 @@ from compile_worker import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pdlab.kernels.filtered_sample import filtered_sample_kernel
+from pdlab.kernels.filtered_sample import RESIDENT, SHARE, filtered_sample_kernel
 from pdlab.kernels.norm_product import GELU, SWIGLU, norm_product_kernel
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope_kernel
 from pdlab.kernels.product_tiles import ProductTile, columns_of, product_tile, ring_rule
@@ -35,7 +35,7 @@ POINTERS = dict.fromkeys(
 POINTERS |= dict.fromkeys(("NEXT", "XD", "WD"), "*bf16")
 POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
 POINTERS |= dict.fromkeys(("POSITIONS", "SLOTS", "SEED", "POSITION", "BEST", "TOKENS"), "*i64")
-POINTERS |= dict.fromkeys(("COUNT", "DONE", "TOP_K"), "*i32")
+POINTERS |= dict.fromkeys(("COUNT", "DONE", "FACTS", "TOP_K"), "*i32")
 
 
 def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -71,7 +71,15 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
         return rope_rows_kernel, shape | {"HALF_PAD": half, "BLOCK": 16, "NORMED": c.qk_norm, "PDL": False, "num_warps": 4}, {}
     if kernel == "silu_product":
         return silu_product_kernel, {"F": c.ffn_size, "BLOCK": 2048, "num_warps": 4}, {}
-    return filtered_sample_kernel, {"VOCAB": c.vocab_size, "BLOCK": 4096, "num_warps": 16}, {"LOGITS": "*fp32"}
+    types = {"LOGITS": "*fp32", "ROOM": "*i64"}
+    if kernel == "filtered_sample_alone":
+        block, wide = 2048, triton.next_power_of_2(c.vocab_size)
+        fixed = {"VOCAB": c.vocab_size, "BLOCK": block, "SPAN": wide, "PARTS": 1, "PAD": 1, "STAGES": 4, "num_warps": 8}
+        return filtered_sample_kernel, fixed, types
+    parts = triton.cdiv(c.vocab_size, SHARE)
+    fixed = {"VOCAB": c.vocab_size, "BLOCK": 512, "SPAN": SHARE, "PARTS": parts, "PAD": triton.next_power_of_2(parts)}
+    launch = {"num_warps": 4, "maxnreg": 65536 // 128 // RESIDENT, "launch_cooperative_grid": True}
+    return filtered_sample_kernel, fixed | {"STAGES": 1} | launch, types
 
 
 def ring_job(kernel: str, c: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -93,7 +101,7 @@ def ring_job(kernel: str, c: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
 
 
 def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], capability: tuple[int, int]) -> Any:
-    options = {name: fixed[name] for name in ("num_warps", "launch_pdl") if name in fixed}
+    options = {name: fixed[name] for name in ("num_warps", "launch_pdl", "maxnreg", "launch_cooperative_grid") if name in fixed}
     names = kernel.arg_names
     constant = {name: value for name, value in fixed.items() if name in names}
     kinds = POINTERS | types

@@ -18,7 +18,7 @@ import pdlab.kernels  # noqa: E402
 
 PRODUCTS = ("norm_qkv_rope", "out_residual", "norm_mlp_up", "down_residual", "projection_sample")
 RINGS = ("ring_norm_product", "ring_norm_qkv_rope", "ring_residual_product", "ring_project")
-ROWS = ("norm_rows", "rope_rows", "silu_product", "filtered_sample")
+ROWS = ("norm_rows", "rope_rows", "silu_product", "filtered_sample", "filtered_sample_alone")
 GENERATIONS = ((8, 0), (8, 9), (9, 0))
 SHIPPED = [(name, (9, 0), "llama-1b", batch) for name in PRODUCTS for batch in (1, 32)]
 SHIPPED += [("norm_mlp_up", capability, "llama-3-8b", batch) for capability in ((8, 0), (8, 9)) for batch in (1, 64)]

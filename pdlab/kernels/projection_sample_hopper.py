@@ -1,0 +1,256 @@
+"""Output projection and sampling for 33 to 128 rows on Hopper: warps that bring weights, warps that multiply and sample.
+
+What projection_sample computes, by as many programs as the device has multiprocessors:
+
+    loading     one warp keeps a ring of tiles full: 2 x 128 weight rows and all activation rows, STEP elements of each
+    consumers   two warpgroups with 128 weight rows each; products in registers, then their scores
+
+Why not projection_sample itself: wide batches take their x along for each tile of weights, so what L2 has to give is
+(1 + rows / weight rows of a tile) times the weights. 256 weight rows at once make that 1.5 instead of 2 at 128 rows. And while
+a tile's scores are worked out its successor's weights come in, the whole ring of them.
+
+The race is projection_sample's: where it is known that a score cannot win, its noise is not worked out. The bar is the best of
+all programs a little before a tile is done.
+
+Bytes and bound: as projection_sample. Hopper only (compute capability 9.0), compiled there and nowhere else.
+Oracle: reference.ReferenceOps.projection_sample. Twin for the interpreter: projection_sample.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pdlab.kernels.ops import SamplingBatch
+from pdlab.kernels.projection_sample import (
+    EMPTY,
+    LOGITS,
+    RANDOM,
+    Race,
+    any_room,
+    contest,
+    hash_gumbel,
+    noise_hash,
+    noise_key,
+    race_key,
+    room,
+    score_of,
+    winner,
+)
+from pdlab.kernels.ring_product import barrier, launch_dependents, wait_for_the_kernel_before
+
+LINES = gl.constexpr(128)  # weight rows of a consumer
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_LOGITS, _RANDOM, _EMPTY = gl.constexpr(LOGITS), gl.constexpr(RANDOM), gl.constexpr(EMPTY)
+
+
+STEP = 64  # elements of each row that a stage of the ring holds: 128 bytes, the widest swizzle
+LAST = gl.constexpr(8)  # steps of a tile after the bar is read
+
+
+@gluon.jit
+def _bring(descriptors, rings, full, empty, tiles, STEPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
+    wd, xd = descriptors
+    ws, xs = rings
+    mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    for s in gl.static_range(STAGES):  # weights do not depend on the kernel launched before
+        mbarrier.expect(full.index(s), 2 * wd.block_type.nbytes + xd.block_type.nbytes)
+        for w in gl.static_range(2):
+            row = gl.program_id(0) * (2 * LINES) + w * LINES
+            tma.async_copy_global_to_shared(wd, [row, s * STEP], full.index(s), ws.index(2 * s + w))
+    wait_for_the_kernel_before()
+    for s in gl.static_range(STAGES):
+        tma.async_copy_global_to_shared(xd, [0, s * STEP], full.index(s), xs.index(s))
+    for i in range(STAGES, mine * STEPS):
+        stage = i % STAGES
+        row = (gl.program_id(0) + i // STEPS * gl.num_programs(0)) * (2 * LINES)
+        column = i % STEPS * STEP
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 2 * wd.block_type.nbytes + xd.block_type.nbytes)
+        tma.async_copy_global_to_shared(wd, [row, column], full.index(stage), ws.index(2 * stage))
+        tma.async_copy_global_to_shared(wd, [row + LINES, column], full.index(stage), ws.index(2 * stage + 1))
+        tma.async_copy_global_to_shared(xd, [0, column], full.index(stage), xs.index(stage))
+
+
+@gluon.jit
+def _better(score, token, other, its_token):
+    other_wins = (other > score) | ((other == score) & (its_token < token))
+    return gl.where(other_wins, other, score), gl.where(other_wins, its_token, token)
+
+
+@gluon.jit
+def _send_best(score, tokens, best_at, real):
+    score = gl.where(score == score, score, float("inf"))  # NaN must show, and no comparison finds it
+    best, token = gl.reduce((score, tokens), 0, _better)
+    gl.atomic_max(best_at, race_key(best, token), mask=real, sem="relaxed")
+
+
+@gluon.jit
+def _enter_race(
+    logits, rank: gl.constexpr, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM: gl.constexpr, VOCAB: gl.constexpr,
+    WANT: gl.constexpr,
+):  # fmt: skip
+    """Sends the best of logits [LINES, BM] for BM rows from rank * BM on, 32 at a time; or writes the logits."""
+    first: gl.constexpr = rank * BM
+    if BM > 32:
+        left, right = gl.split(gl.permute(gl.reshape(logits, (LINES, 2, BM // 2)), (0, 2, 1)))
+        _enter_race(left, 2 * rank, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM // 2, VOCAB, WANT)
+        if first + BM // 2 < batch:
+            _enter_race(right, 2 * rank + 1, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM // 2, VOCAB, WANT)
+    else:
+        HERE: gl.constexpr = logits.type.layout
+        COLUMN: gl.constexpr = gl.SliceLayout(0, HERE)
+        key1, key2, slope, offset = facts
+        m = first + gl.arange(0, BM, COLUMN)
+        real = m < batch
+        tokens = gl.expand_dims(first_token + gl.arange(0, LINES, gl.SliceLayout(1, HERE)), 1)
+        if WANT == _LOGITS:
+            at = gl.expand_dims(m.to(gl.int64) * VOCAB, 0) + tokens
+            gl.store(OUT + at, logits, mask=(tokens < VOCAB) & gl.expand_dims(real, 0))
+        elif WANT == _RANDOM:
+            k1 = gl.expand_dims(key1.slice(first, BM).load(COLUMN), 0).to(gl.uint32, bitcast=True)
+            k2 = gl.expand_dims(key2.slice(first, BM).load(COLUMN), 0).to(gl.uint32, bitcast=True)
+            h = noise_hash(tokens, k1, k2)
+            steep = gl.expand_dims(slope.slice(first, BM).load(COLUMN), 0)
+            if any_room(room(logits, h, steep, gl.expand_dims(offset.slice(first, BM).load(COLUMN), 0))):
+                temperature = gl.load(TEMPERATURE + m, mask=real, other=0.0)
+                # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
+                hot = logits * gl.expand_dims(1.0 / gl.maximum(temperature, 1e-6), 0) + hash_gumbel(h)
+                score = gl.where(gl.expand_dims(temperature > 0, 0), hot, logits)
+                _send_best(score, tokens + gl.zeros([LINES, BM], gl.int32, HERE), BEST + m, real)
+        elif any_room(logits + gl.expand_dims(offset.slice(first, BM).load(COLUMN), 0)):
+            _send_best(logits, tokens + gl.zeros([LINES, BM], gl.int32, HERE), BEST + m, real)
+
+
+@gluon.jit
+def _multiply(acc, first, rings, full, empty, i, W: gl.constexpr, COUNT: gl.constexpr, STAGES: gl.constexpr):
+    """Adds the products of COUNT steps from i on; the last of them is still under way. `first`: they begin a tile."""
+    ws, xs = rings
+    for j in range(COUNT):
+        stage = (i + j) % STAGES
+        mbarrier.wait(full.index(stage), (i + j) // STAGES & 1)
+        acc = warpgroup_mma(
+            ws.index(2 * stage + W), xs.index(stage).permute((1, 0)), acc, use_acc=(first == 0) | (j > 0), is_async=True
+        )
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index((i + j + STAGES - 1) % STAGES), count=1, pred=(first == 0) | (j > 0))
+    return acc
+
+
+@gluon.jit
+def _consume(
+    pointers, rings, full, empty, places, tiles, batch,
+    W: gl.constexpr, BM: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, VOCAB: gl.constexpr, WANT: gl.constexpr,
+):  # fmt: skip
+    TEMPERATURE, SEED, POSITION, OUT, BEST, DONE = pointers
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    key1, key2, slope, offset = places
+    facts = (key1.index(W), key2.index(W), slope.index(W), offset.index(W))
+    wait_for_the_kernel_before()
+    m = gl.arange(0, 128, THREADS)
+    real = m < batch
+    temperature = gl.load(TEMPERATURE + m, mask=real, other=0.0)
+    if WANT == _RANDOM:
+        k1, k2 = noise_key(gl.load(SEED + m, mask=real, other=0), gl.load(POSITION + m, mask=real, other=0))
+        facts[0].store(k1.to(gl.int32, bitcast=True))
+        facts[1].store(k2.to(gl.int32, bitcast=True))
+    acc = gl.zeros([LINES, BM], gl.float32, ACC)
+    mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    for t in range(mine):
+        first_token = (gl.program_id(0) + t * gl.num_programs(0)) * (2 * LINES) + W * LINES
+        i = t * STEPS
+        acc = _multiply(acc, 1, rings, full, empty, i, W, STEPS - LAST, STAGES)
+        best = gl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
+        acc = _multiply(acc, 0, rings, full, empty, i + STEPS - LAST, W, LAST, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((i + STEPS - 1) % STAGES), count=1)
+        if WANT != _LOGITS:
+            steep, bar = contest(temperature, best, real)
+            if WANT != _RANDOM:
+                bar = gl.where(real, -score_of(best), float("-inf"))
+            facts[2].store(steep)
+            facts[3].store(bar)
+            if VOCAB % (2 * LINES):  # noqa: SIM102 - known when compiling, the other is not
+                if first_token + LINES > VOCAB:
+                    token = first_token + gl.arange(0, LINES, gl.SliceLayout(1, ACC))
+                    acc = gl.where(gl.expand_dims(token < VOCAB, 1), acc, float("-inf"))
+        _enter_race(acc, 0, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM, VOCAB, WANT)
+    if WANT != _LOGITS:
+        barrier()  # every thread's maximum comes before the release below
+        if gl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == 2 * gl.num_programs(0) - 1:
+            won = gl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
+            gl.store(OUT + m, winner(won), mask=real)
+            gl.store(BEST + m, gl.full([128], _EMPTY, gl.int64, THREADS), mask=real)  # for the next launch
+            gl.store(DONE, 0)
+
+
+@gluon.jit(do_not_specialize=["batch", "tiles"])
+def projection_sample_hopper_kernel(
+    wd, xd, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
+    VOCAB: gl.constexpr, WANT: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = K // STEP
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ws = gl.allocate_shared_memory(wd.dtype, [2 * STAGES, LINES, STEP], wd.layout)
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, STEP], xd.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    key1 = gl.allocate_shared_memory(gl.int32, [2, 128], WORDS)
+    key2 = gl.allocate_shared_memory(gl.int32, [2, 128], WORDS)
+    slope = gl.allocate_shared_memory(gl.float32, [2, 128], WORDS)
+    offset = gl.allocate_shared_memory(gl.float32, [2, 128], WORDS)
+    fence_async_shared()
+    launch_dependents()
+    pointers = (TEMPERATURE, SEED, POSITION, OUT, BEST, DONE)
+    rings = (ws, xs)
+    places = (key1, key2, slope, offset)
+    # constants stay constants only where they are written in the call itself
+    # fmt: off
+    gl.warp_specialize([
+        (_consume, (pointers, rings, full, empty, places, tiles, batch, 0, BM, STEPS, STAGES, VOCAB, WANT)),
+        (_consume, (pointers, rings, full, empty, places, tiles, batch, 1, BM, STEPS, STAGES, VOCAB, WANT)),
+        (_bring, ((wd, xd), rings, full, empty, tiles, STEPS, STEP, STAGES)),
+    ], [4, 1], [232, 40])
+    # fmt: on
+
+
+def projects(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this kernel can do it: rows and elements as it wants them."""
+    k = weight.shape[1]
+    return len(x) <= 128 and weight.element_size() == 2 and k % STEP == 0 and k >= 16 * STEP
+
+
+def project_hopper(
+    x: torch.Tensor, weight: torch.Tensor, want: int, sampling: SamplingBatch, race: Race, *, pdl: bool = True, stages: int = 0
+) -> torch.Tensor:
+    """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts; `stages` 0: as fit."""
+    rows, k = x.shape
+    vocab = len(weight)
+    columns = max(16, 1 << (rows - 1).bit_length())
+    stages = stages or min(8, (220 << 10) // ((2 * LINES.value + columns) * STEP * 2))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tiles = triton.cdiv(vocab, 2 * LINES.value)
+    shape, dtype = ((rows, vocab), torch.float32) if want == LOGITS else ((rows,), torch.int64)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
+    projection_sample_hopper_kernel[(programs,)](
+        TensorDescriptor.from_tensor(weight, [LINES.value, STEP], layout),
+        TensorDescriptor.from_tensor(x, [columns, STEP], layout),
+        sampling.temperature, sampling.seed, sampling.position, out, race.best, race.done, rows, tiles,
+        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
