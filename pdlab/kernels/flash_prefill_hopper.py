@@ -13,12 +13,11 @@ Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefil
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
@@ -103,7 +102,7 @@ def item_of(
     a prefix), pairs of consumers walk it in turns. Heads share an item only where that leaves one for each of the
     `blocks_at_once` blocks of the grid. Packed heads share a tile's rows.
     """
-    if tile.blocks and triton.cdiv(view.max_kv, tile.block_n) <= tile.stages:
+    if tile.blocks and view.max_kv <= tile.stages * tile.block_n:
         share = math.gcd(tile.share, group)
         return tile, 64 * tile.blocks, share if view.seq_lens.shape[0] * heads >= share * blocks_at_once else 1
     if tile.blocks > tile.consumers:
@@ -112,23 +111,56 @@ def item_of(
     return tile, 64 * tile.consumers // pack, pack
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+@dataclass(frozen=True)
+class Launch:
+    """What a call is besides its tensors: the same for all layers of a step, so a model makes it once for all of them."""
+
+    kernel: Any
+    programs: int
+    boxes: tuple[tuple[int, int], ...]  # what one copy takes of q, K, V and out
+    numbers: tuple[float, ...]
+    constants: tuple[Any, ...]  # what the kernel is compiled for
 
 
-def _launch(kernel: Any, programs: int, arrays: tuple[Rows, ...], boxes: Any, base: torch.Tensor, rest: tuple[Any, ...],
-            constants: tuple[Any, ...], stream: int) -> None:  # fmt: skip
-    """kernel(*arrays, *rest, *constants). `boxes`: what one copy takes of each array; `base` has their dtype and device."""
-    key = (kernel, constants, boxes, base.dtype, base.device.index)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[programs, 1, 1](*arrays, *rest, *constants, stream=stream)
-        return
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q, k, v, out = (
-        TensorDescriptor(_Typed(x, base.dtype), list(x.shape), list(x.strides), list(box), layout)
-        for x, box in zip(arrays, boxes, strict=True)
-    )
-    _compiled[key] = kernel[(programs,)](q, k, v, out, *rest, *constants, num_warps=4, launch_pdl=True)
+def plan(
+    q: torch.Tensor,
+    view: KVView,
+    tile: HopperTile,
+    *,
+    causal: bool = True,
+    min_q: int = 1,
+    scale: float | None = None,
+    l2_bytes: int = 32 << 20,
+    out_stride: int | None = None,
+) -> Launch:
+    """The launch for tensors of these shapes and strides; `out_stride`: elements from token to token of the output."""
+    tokens, heads, dim = q.shape
+    kv_heads, batch, paged = view.k.shape[1], view.seq_lens.shape[0], view.kind == "paged"
+    group, multiprocessors = heads // kv_heads, _multiprocessors(q.device.index)
+    tile, item_rows, share = item_of(tile, view, heads, group, dim, multiprocessors)
+    units = heads // share
+    at_once, in_order = units, True
+    if not tile.blocks and view.max_q > tile.by_request:
+        held = sum(kv for _, kv in view.host_lens) or batch * view.max_kv
+        at_once = group // share * max(1, min(kv_heads, l2_bytes // (2 * max(held, 1) * dim * q.element_size())))
+        in_order = batch == 1 or batch > IN_REGISTERS
+    if tile.blocks:
+        from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel as kernel
+    else:
+        from pdlab.kernels.flash_prefill_turns import flash_prefill_turns_kernel as kernel
+    pack = 1 if tile.blocks else share
+    most = -(-tokens // item_rows) + min(batch, tokens)  # items of a head; every request may waste part of one
+    keys = (min(view.page_size, tile.block_n), 64) if paged else (tile.block_n, dim)
+    rows = (64, dim) if pack == 1 else (64 // pack, 64)
+    return Launch(
+        kernel,
+        min(multiprocessors, most * units),
+        (rows, keys, keys, rows),
+        ((dim**-0.5 if scale is None else scale) * LOG2E, batch, item_rows, min_q, int(in_order), units, share, group, at_once),
+        (heads * dim if out_stride is None else out_stride, dim, tile.block_n, tile.stages, tile.consumers, causal,
+         tile.turns and not tile.blocks, tile.once and not tile.blocks, tile.polynomial, view.page_size if paged else 0,
+         kv_heads if paged else 0, pack, tile.places if tile.blocks else 2),
+    )  # fmt: skip
 
 
 class _Typed:
@@ -138,52 +170,40 @@ class _Typed:
         self.data_ptr, self.dtype = rows.data_ptr, dtype
 
 
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(planned: Launch, q: torch.Tensor, view: KVView, out: torch.Tensor) -> None:
+    """Writes `out` on the current stream."""
+    device = q.device.index
+    stream = driver.active.get_current_stream(device)
+    arrays = _arrays(q, view, out)
+    table = view.block_table
+    rest = (out, view.cu_q, view.seq_lens, view.base, table, _counter(device, stream), table.stride(0), *planned.numbers)
+    key = (id(planned.kernel), planned.constants, planned.boxes, q.dtype, device)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[planned.programs, 1, 1](*arrays, *rest, *planned.constants, stream=stream)
+        return
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    descriptors = [
+        TensorDescriptor(_Typed(x, q.dtype), list(x.shape), list(x.strides), list(box), layout)
+        for x, box in zip(arrays, planned.boxes, strict=True)
+    ]
+    kernel = planned.kernel[(planned.programs,)]
+    _compiled[key] = kernel(*descriptors, *rest, *planned.constants, num_warps=4, launch_pdl=True)
+
+
 def flash_prefill_hopper(
-    q: torch.Tensor,
-    view: KVView,
-    tile: HopperTile,
-    *,
-    causal: bool = True,
-    min_q: int = 1,
-    scale: float | None = None,
-    l2_bytes: int = 32 << 20,
-    out: torch.Tensor | None = None,
+    q: torch.Tensor, view: KVView, tile: HopperTile, *, out: torch.Tensor | None = None, **settings: Any
 ) -> torch.Tensor:
-    """As flash_prefill, for views that `fits` accepts and heads of `out` side by side.
+    """As flash_prefill, for views that `fits` accepts and heads of `out` side by side; `settings`: as plan.
 
     A request with queries must have a cache, its own tokens at least.
 
     With `tile.blocks` the kernel of flash_prefill_tasks runs, see item_of.
     """
-    tokens, heads, dim = q.shape
-    kv_heads = view.k.shape[1]
-    group, batch, paged = heads // kv_heads, view.seq_lens.shape[0], view.kind == "paged"
     if out is None:
-        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    device = q.device.index
-    multiprocessors, stream = _multiprocessors(device), driver.active.get_current_stream(device)
-    tile, item_rows, share = item_of(tile, view, heads, group, dim, multiprocessors)
-    units = heads // share
-    at_once, in_order = units, True
-    if not tile.blocks and view.max_q > tile.by_request:
-        held = sum(kv for _, kv in view.host_lens) if 0 < batch <= IN_REGISTERS else batch * view.max_kv
-        at_once = group // share * max(1, min(kv_heads, l2_bytes // (2 * max(held, 1) * dim * q.element_size())))
-        in_order = batch == 1 or batch > IN_REGISTERS
-    if tile.blocks:
-        from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel as kernel
-    else:
-        from pdlab.kernels.flash_prefill_turns import flash_prefill_turns_kernel as kernel
-    pack = 1 if tile.blocks else share
-    most = triton.cdiv(tokens, item_rows) + min(batch, tokens)  # items of a head; every request may waste part of one
-    keys = (min(view.page_size, tile.block_n), 64) if paged else (tile.block_n, dim)
-    rows = (64, dim) if pack == 1 else (64 // pack, 64)
-    _launch(
-        kernel, min(multiprocessors, most * units), _arrays(q, view, out), (rows, keys, keys, rows), q,
-        (out, view.cu_q, view.seq_lens, view.base, view.block_table, _counter(device, stream), view.block_table.stride(0),
-         (dim**-0.5 if scale is None else scale) * LOG2E, batch, item_rows, min_q, int(in_order), units, share, group, at_once),
-        (out.stride(0), dim, tile.block_n, tile.stages, tile.consumers, causal, tile.turns and not tile.blocks,
-         tile.once and not tile.blocks, tile.polynomial, view.page_size if paged else 0, kv_heads if paged else 0, pack,
-         tile.places if tile.blocks else 2),
-        stream,
-    )  # fmt: skip
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(plan(q, view, tile, out_stride=out.stride(0), **settings), q, view, out)
     return out

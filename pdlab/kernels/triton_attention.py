@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,21 @@ import torch
 from pdlab.kernels.flash_decode import Workspace, flash_decode
 from pdlab.kernels.flash_prefill import flash_prefill
 from pdlab.kernels.kv_view import KVView
-from pdlab.kernels.tuning import DecodeRing, DecodeTile, Tuning
+from pdlab.kernels.tuning import DecodeRing, DecodeTile, PrefillTile, Tuning
 
 ROWS = 64  # most query rows (tokens x heads of a group) that go through the decode kernel
+
+
+@dataclass
+class Step:
+    """What the layers of a step have in common. `lens` is the step's own tuple: the same object, the same step."""
+
+    lens: tuple[tuple[int, int], ...]
+    seen: tuple[Any, ...]
+    short: int  # the decode kernel takes requests of up to so many queries; 0: there are none
+    whole: bool  # every row is some request's
+    hopper: Any = None  # the warp-specialized kernels' launch, once it is known
+    plain: PrefillTile | None = None  # the plain kernel's tile, once it is known that this kernel runs
 
 
 class TritonAttention:
@@ -27,6 +40,7 @@ class TritonAttention:
         self.workspace = self._make_workspace(heads // kv_heads, max_requests)
         self._outgrown: list[Workspace] = []
         self._tiles: dict[tuple[Any, ...], Any] = {}
+        self._step: Step | None = None
 
     def _make_workspace(self, rows: int, requests: int) -> Workspace:
         programs = self.tuning.most_decode_programs(self.head_dim)
@@ -44,36 +58,49 @@ class TritonAttention:
 
     def __call__(self, q: torch.Tensor, view: KVView, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         """`prefetch`: what the next kernel reads; single queries bring it into the L2 cache on the side, where they can."""
-        requests = len(view.seq_lens)
-        lens = view.host_lens
-        group = self.heads // self.kv_heads
+        step = self._step
+        seen = (q.shape, q.stride(), view.max_q, view.max_kv, view.page_size, view.kind, view.seq_lens.shape[0])
+        if step is None or step.lens is not view.host_lens or step.seen != seen:
+            step = self._step = self._look_at(q, view, seen)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if step.whole else q.new_zeros(q.shape)
+        if step.short:
+            self._decode(q, view, step.short, out, prefetch)
+        if view.max_q > max(step.short, 1):
+            self._prefill(q, view, step, out)
+        return out
+
+    def _look_at(self, q: torch.Tensor, view: KVView, seen: tuple[Any, ...]) -> Step:
+        """What is asked once a step: going through hundreds of lengths in every layer takes longer than the launches."""
+        lens, group = view.host_lens, self.heads // self.kv_heads
         if view.max_q <= 1 or view.max_q * group <= ROWS:
             short = view.max_q if view.max_q <= 1 else 1 << (view.max_q - 1).bit_length()
         else:
             short = 1 if not lens or any(n == 1 for n, _ in lens) else 0
         # rows of no request (padding) must still be finite: the model goes on computing with them
-        whole = sum(n for n, _ in lens) == len(q) if lens else len(q) == requests
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if whole else q.new_zeros(q.shape)
-        if short:
-            self._decode(q, view, max(short, 1), out, prefetch)
-        if view.max_q > max(short, 1):
-            self._prefill(q, view, short + 1, out)
-        return out
+        whole = sum(n for n, _ in lens) == q.shape[0] if lens else q.shape[0] == view.seq_lens.shape[0]
+        return Step(lens, seen, short, whole)
 
-    def _prefill(self, q: torch.Tensor, view: KVView, min_q: int, out: torch.Tensor) -> None:
-        settings: dict[str, Any] = {"min_q": min_q, "l2_bytes": self.tuning.l2_bytes // 2, "out": out}
-        facts = {"group": self.heads // self.kv_heads, "kv_heads": self.kv_heads, "batch": len(view.seq_lens)}
-        page = view.page_size if view.kind == "paged" else 0
-        key = (view.max_q, page, len(view.seq_lens))
-        hopper = self._tile(("hopper", *key), lambda: self.tuning.hopper(self.head_dim, view.max_q, page=page, **facts))
-        if hopper is not None:
-            from pdlab.kernels.flash_prefill_hopper import fits, flash_prefill_hopper
+    def _prefill(self, q: torch.Tensor, view: KVView, step: Step, out: torch.Tensor) -> None:
+        if step.plain is None and self.tuning.capability == (9, 0):
+            from pdlab.kernels.flash_prefill_hopper import fits, launch
 
-            if fits(q, view):
-                flash_prefill_hopper(q, view, hopper, **settings)
+            step.hopper = step.hopper or self._plan(q, view, step)
+            if step.hopper is not None and fits(q, view):
+                launch(step.hopper, q, view, out)
                 return
-        tile = self._tile(("prefill", *key), lambda: self.tuning.prefill(self.head_dim, view.max_q, page, **facts))
-        flash_prefill(q, view, tile, **settings)
+        step.plain = step.plain or self.tuning.prefill(self.head_dim, view.max_q, **self._facts(view))
+        flash_prefill(q, view, step.plain, min_q=step.short + 1, l2_bytes=self.tuning.l2_bytes // 2, out=out)
+
+    def _facts(self, view: KVView) -> dict[str, int]:
+        page = view.page_size if view.kind == "paged" else 0
+        return {"page": page, "batch": view.seq_lens.shape[0], "group": self.heads // self.kv_heads, "kv_heads": self.kv_heads}
+
+    def _plan(self, q: torch.Tensor, view: KVView, step: Step) -> Any:
+        """The warp-specialized kernels' launch; None where the table names the plain kernel."""
+        from pdlab.kernels.flash_prefill_hopper import plan
+
+        tile = self.tuning.hopper(self.head_dim, view.max_q, **self._facts(view))
+        return tile and plan(q, view, tile, min_q=step.short + 1, l2_bytes=self.tuning.l2_bytes // 2)
 
     def _decode(self, q: torch.Tensor, view: KVView, max_q: int, out: torch.Tensor, prefetch: torch.Tensor | None) -> None:
         from pdlab.kernels.flash_decode_ring import fits, flash_decode_ring
