@@ -39,6 +39,16 @@ def plain_ticks(axis: Any, values: Iterable[float], limit: int = 9) -> None:
     axis.set_major_formatter(FuncFormatter(short))
 
 
+def _round_values(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high` for a logarithmic scale: powers of ten where there are three of them, else more."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
+        found = [step * 10.0**k for k in decades for step in steps if low <= step * 10.0**k <= high]
+        if len(found) >= 3:
+            return found
+    return [low, high]
+
+
 def short(value: float, _: Any = None) -> str:
     """Tick text of a logarithmic axis: 0.02, 3, 400, 20,000."""
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
@@ -201,6 +211,7 @@ def heat(
     import seaborn as sns
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.patches import Rectangle
+    from matplotlib.ticker import FuncFormatter
 
     rows, columns = table.shape
     figure, axes = canvas(claim, footer, size=size or (max(6.4, 2.6 + 0.82 * columns), 1.7 + 0.36 * rows))
@@ -212,8 +223,11 @@ def heat(
     )
     sns.heatmap(
         table, ax=ax, annot=text, fmt="", cmap=shades, norm=norm, linewidths=1.2, linecolor=PAPER, annot_kws={"fontsize": 9},
-        cbar_kws={"label": unit, "format": "%g", "pad": 0.02},
+        cbar_kws={"label": unit, "pad": 0.02},
     )  # fmt: skip
+    scale = ax.collections[0].colorbar.ax.yaxis
+    plain_ticks(scale, _round_values(norm.vmin, norm.vmax))
+    scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.2g}"))
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.grid(False)
     ax.tick_params(axis="x", rotation=0, length=0)

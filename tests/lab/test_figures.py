@@ -189,6 +189,17 @@ def test_heat_map_frames_exactly_the_cells_asked_for() -> None:
     assert len(framed) == int(((values > 7) & (values < 9)).sum()) > 0
 
 
+@pytest.mark.parametrize(("low", "high", "least"), [(0.02, 400, 3), (62, 95, 3), (131, 628, 3), (7.0, 7.5, 2)])
+def test_a_heat_maps_colour_bar_has_round_numbers_written_out(low: float, high: float, least: int) -> None:
+    table = pd.DataFrame(np.geomspace(low, high, 6).reshape(2, 3))
+    drawn = figures.heat(table, claim="c", footer="f", unit="TFLOP/s", xlabel="x")
+    drawn.canvas.draw()
+    axis = drawn.axes[1].yaxis
+    told = [tick.get_text() for tick in (*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)) if tick.get_text()]
+    assert len(told) >= least
+    assert not any("10^" in text for text in told)
+
+
 def test_a_figure_shows_itself_at_half_its_pixels_with_its_claim_as_alternative() -> None:
     data, metadata = timeline()._repr_mimebundle_()
     assert data["image/png"].startswith(b"\x89PNG")
