@@ -90,7 +90,7 @@ class EngineConfig:
     attention: str = "auto"
     ops: str = "auto"  # model operations: plain PyTorch (reference), or fused kernels; auto: fused from capability 8.0 on
     cuda_graphs: bool = True  # decode steps replay captured graphs; only where there is a CUDA device
-    prefill_graphs: bool = False  # steps with prompts too, padded; needs cuda_graphs and this project's attention
+    prefill_graphs: bool = True  # steps with prompts too, padded; needs cuda_graphs and this project's attention
     # techniques of the fused operations, each where the device has it
     dependent_launch: bool = True  # a kernel begins under the tail of the one before: programmatic dependent launch
     weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn

@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -144,34 +147,48 @@ class PrefillGraphs:
         if (made := self._made.get(shape)) is not None:
             made.replay()
             return self.sampled
-        rehearse = getattr(self._capture, "rehearse", None)  # an imitation has no stream
-        if rehearse is None:
-            self._step(shape)
-        else:
-            rehearse(lambda: self._step(shape))
-        if self.refused is None:
-            started = time.perf_counter()
-            try:
-                self._made[shape] = self._capture(lambda: self._step(shape))[0]
-            except Exception as error:  # memory, or an operation that cannot be captured: steps go on without
-                self.refused = f"{type(error).__name__}: {error}"
-                warnings.warn(
-                    f"steps with prompts run without further CUDA graphs: {self.refused}", RuntimeWarning, stacklevel=2
-                )
-            self.seconds += time.perf_counter() - started
+        self._rehearse(partial(self._step, shape, self.model))
+        self._make(shape)
         return self.sampled
 
-    def _step(self, shape: MixedShape) -> torch.Tensor:
+    def make(self, shapes: Sequence[MixedShape]) -> None:
+        """Captures steps that nobody waits for; the buffers must describe no request. One layer has every kernel there is."""
+        one_layer = copy(self.model)
+        one_layer.layers = self.model.layers[:1]
+        for shape in shapes:
+            if shape not in self._made:
+                self._rehearse(partial(self._step, shape, one_layer))
+                self._make(shape)
+
+    def _rehearse(self, step: Callable[[], torch.Tensor]) -> None:
+        on_its_stream = getattr(self._capture, "rehearse", None)  # an imitated capture has none
+        step() if on_its_stream is None else on_its_stream(step)
+
+    def _make(self, shape: MixedShape) -> None:
+        if self.refused is not None:
+            return
+        started = time.perf_counter()
+        try:
+            self._made[shape] = self._capture(partial(self._step, shape, self.model))[0]
+        except Exception as error:  # memory, or an operation that cannot be captured: steps go on without
+            self.refused = f"{type(error).__name__}: {error}"
+            warnings.warn(f"steps with prompts run without further CUDA graphs: {self.refused}", RuntimeWarning, stacklevel=3)
+        self.seconds += time.perf_counter() - started
+
+    def _step(self, shape: MixedShape, model: Model) -> torch.Tensor:
         d = {name: self.buffers[name][: shape.tokens] for name in ("token_ids", "token_row", "positions")}
-        x = self.model.through_layers(begin(self.model, d, self.last), self._rows(shape))
+        x = model.through_layers(begin(model, d, self.last), self._rows(shape))
         n = shape.requests
         return torch.index_select(x, 0, self.buffers["sample_at"][:n], out=self.sampled[:n])
 
     def _rows(self, shape: MixedShape) -> KVView:
+        """What attention reads. All that the host says of lengths is that there may be single queries, and how long a cache may
+        be, by which attention decides how many heads' K and V it keeps in L2."""
         v, n, t = self.view, shape.requests, shape.tokens
         return replace(
             v, kind=shape.kv_kind, block_table=v.block_table[:n], base=v.base[:n], seq_lens=v.seq_lens[:n],
             cu_q=v.cu_q[: n + 1], slots=v.slots[:t], positions=v.positions[:t], max_q=shape.max_q, max_kv=shape.max_kv,
+            host_lens=((1, shape.max_kv),),
         )  # fmt: skip
 
     def close(self) -> None:
