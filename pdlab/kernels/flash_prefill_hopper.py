@@ -12,6 +12,7 @@ Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefil
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cache
@@ -82,9 +83,18 @@ def _arrays(q: torch.Tensor, view: KVView, out: torch.Tensor) -> tuple[Rows, Row
 
 
 @cache
+def make_counters(device: int) -> torch.Tensor:
+    """Zero before and after every launch. To be made before a graph is captured: what fills them must not be a part of it."""
+    return torch.zeros(256, dtype=torch.int32, device=f"cuda:{device}")
+
+
+_numbers = itertools.count()
+
+
+@cache
 def _counter(device: int, stream: int) -> torch.Tensor:
-    """Zero before and after every launch; one a stream, since launches on two streams may overlap."""
-    return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    """One for each stream, since launches on two streams may overlap."""
+    return make_counters(device)[next(_numbers) % 256 :]
 
 
 @cache

@@ -41,6 +41,10 @@ class TritonAttention:
         self._outgrown: list[Workspace] = []
         self._tiles: dict[tuple[Any, ...], Any] = {}
         self._step: Step | None = None
+        if tuning.capability == (9, 0) and device.type == "cuda":
+            from pdlab.kernels.flash_prefill_hopper import make_counters
+
+            make_counters(torch.cuda.current_device() if device.index is None else device.index)
 
     def _make_workspace(self, rows: int, requests: int) -> Workspace:
         programs = self.tuning.most_decode_programs(self.head_dim)
