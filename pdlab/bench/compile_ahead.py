@@ -1,10 +1,11 @@
-"""Compiles the kernels of the decode or of the attention suites in several processes, before a recording: alone it would wait
-for each in turn.
+"""Compiles the kernels of the decode, attention or serving suites in several processes, before a recording: alone it would
+wait for each in turn.
 
     python -m pdlab.bench.compile_ahead --processes 12 --seconds 30
     pdlab bench decode_single_stream --record --budget 100
 
-or `--what products` and `product_tiles`, or `--what attention` and the attention suites. Triton keeps what it compiled in
+or `--what products` and `product_tiles`, `--what attention` and the attention suites, `--what serving` and
+`scheduling_mixed_load`, `estimator_error`, `simulator_error` and `batching`. Triton keeps what it compiled in
 TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models are cut to two layers, which have
 every kernel that the whole model has. Nothing is timed, and nothing is recorded.
 """
@@ -84,6 +85,42 @@ def layouts(ctx: Context, batch: int, length: int) -> None:
     kv_layout._measure(ctx, batch, length, (32, 8, 128), 1e12)
 
 
+def serve(ctx: Context, part: int | None) -> None:
+    """One of the workloads that meet every kind of step; None: the graphs that are captured beforehand."""
+    from pdlab.bench import serving
+
+    scale = serving.scale_of(ctx)
+    scale = replace(scale, config=scale.config.with_(kv_capacity_tokens=200_000))
+    with serving.Session(ctx, scale, loaded=two_layers(scale.model, ctx.machine), capture=part is None) as session:
+        if part is None:
+            session.real(session.config, serving.ladder(session.config))
+        else:
+            session.real(session.config, serving.warm_up(session.config, session.slots)[part])
+
+
+def form_batches(ctx: Context, name: str) -> None:
+    """What `batching` needs of one way of forming batches."""
+    from pdlab.bench import batching, serving
+
+    scale = serving.scale_of(ctx)
+    config = scale.config.with_(
+        max_batch_tokens=batching.BUDGET, static_batch_tokens=batching.BUDGET, kv_capacity_tokens=200_000
+    )
+    loaded = two_layers(batching.MODEL, ctx.machine)
+    with serving.Session(
+        ctx, replace(scale, model=batching.MODEL, config=config), batching="static", capture=False, loaded=loaded
+    ) as s:
+        for spread in batching.SPREADS:
+            s.real(batching.config_for(s.config, name, batching.BUDGET), batching.burst(48, spread, 1, ctx.seed))
+
+
+def serving_jobs() -> dict[str, Callable[[Context], None]]:
+    from pdlab.bench import batching
+
+    found: dict[str, Callable[[Context], None]] = {f"serve {part}": partial(serve, part=part) for part in (0, 1, None, 2, 3, 4)}
+    return found | {f"batching {name}": partial(form_batches, name=name) for name in batching.VARIANTS}
+
+
 def jobs() -> dict[str, Callable[[Context], None]]:
     """Everything to compile, by a name that says what it is; what a recording needs first comes first."""
     found: dict[str, Callable[[Context], None]] = {}
@@ -107,6 +144,8 @@ def jobs() -> dict[str, Callable[[Context], None]]:
 def jobs_of(what: str) -> dict[str, Callable[[Context], None]]:
     if what == "decode":
         return jobs()
+    if what == "serving":
+        return serving_jobs()
     from pdlab.bench import _attention_ahead, product_tiles
     from pdlab.kernels.tuning import Tuning
 
@@ -148,7 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no process begins another kernel")
     parser.add_argument("--part", type=int, help="be one of the processes: this one of --processes")
-    parser.add_argument("--what", choices=("decode", "attention", "products"), default="decode", help="whose kernels")
+    parser.add_argument(
+        "--what", choices=("decode", "attention", "products", "serving"), default="decode", help="whose kernels"
+    )
     given = parser.parse_args(arguments)
     if given.part is not None:
         work(given.part, given.processes, given.seconds, given.what)

@@ -37,6 +37,7 @@ from pdlab.workloads.workload import Item, Workload
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
+    from pdlab.models.loading import Loaded
 
 LONG_SHARE = 0.005
 CHATS = {"chat_with_long": generators.CONVERSATION, "short_chat_with_long": generators.SHORT_CHAT}
@@ -153,16 +154,17 @@ class Session:
     """A loaded model on one executor, and what its estimator has learned of it. `ctx.say` reports progress.
 
     `batching`: the one that needs the largest buffers of those that will run here. `capture`: graphs of steps with prompts are
-    captured now, some seconds, and not among the first requests.
+    captured now, some seconds, and not among the first requests. `loaded`: the scale's model, if it is there already.
     """
 
     def __init__(
-        self, ctx: Context, scale: Scale | None = None, *, batching: str = "continuous_chunked", capture: bool = True
-    ) -> None:
+        self, ctx: Context, scale: Scale | None = None, *, batching: str = "continuous_chunked", capture: bool = True,
+        loaded: Loaded | None = None,
+    ) -> None:  # fmt: skip
         from pdlab.models.loading import load
 
         self.ctx, self.scale = ctx, scale or scale_of(ctx)
-        self.loaded = load(f"random:{self.scale.model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
+        self.loaded = loaded or load(f"random:{self.scale.model}", device=ctx.device, dtype=ctx.dtype, seed=ctx.seed)
         self.model = self.loaded.config
         self.ceilings = ceilings_for(ctx.machine.slug, ctx.dtype)
         self.itemsize = itemsize_of(ctx.dtype)
