@@ -12,7 +12,6 @@ Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefil
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cache
@@ -83,18 +82,8 @@ def _arrays(q: torch.Tensor, view: KVView, out: torch.Tensor) -> tuple[Rows, Row
 
 
 @cache
-def make_counters(device: int) -> torch.Tensor:
-    """Zero before and after every launch. To be made before a graph is captured: what fills them must not be a part of it."""
-    return torch.zeros(256, dtype=torch.int32, device=f"cuda:{device}")
-
-
-_numbers = itertools.count()
-
-
-@cache
-def _counter(device: int, stream: int) -> torch.Tensor:
-    """One for each stream, since launches on two streams may overlap."""
-    return make_counters(device)[next(_numbers) % 256 :]
+def _own_counter(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @cache
@@ -183,13 +172,17 @@ class _Typed:
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(planned: Launch, q: torch.Tensor, view: KVView, out: torch.Tensor) -> None:
-    """Writes `out` on the current stream."""
+def launch(planned: Launch, q: torch.Tensor, view: KVView, out: torch.Tensor, counter: torch.Tensor) -> None:
+    """Writes `out` on the current stream.
+
+    `counter`, i32[1], is what blocks draw their items from: zero before and after. Launches that share one must not overlap. Make
+    it before a graph is captured: what fills it must not be a part of the graph.
+    """
     device = q.device.index
     stream = driver.active.get_current_stream(device)
     arrays = _arrays(q, view, out)
     table = view.block_table
-    rest = (out, view.cu_q, view.seq_lens, view.base, table, _counter(device, stream), table.stride(0), *planned.numbers)
+    rest = (out, view.cu_q, view.seq_lens, view.base, table, counter, table.stride(0), *planned.numbers)
     key = (id(planned.kernel), planned.constants, planned.boxes, q.dtype, device)
     compiled = _compiled.get(key)
     if compiled is not None:
@@ -209,11 +202,12 @@ def flash_prefill_hopper(
 ) -> torch.Tensor:
     """As flash_prefill, for views that `fits` accepts and heads of `out` side by side; `settings`: as plan.
 
-    A request with queries must have a cache, its own tokens at least.
+    A request with queries must have a cache, its own tokens at least. All such calls on a device share a counter, so they must
+    not overlap on two streams.
 
     With `tile.blocks` the kernel of flash_prefill_tasks runs, see item_of.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch(plan(q, view, tile, out_stride=out.stride(0), **settings), q, view, out)
+    launch(plan(q, view, tile, out_stride=out.stride(0), **settings), q, view, out, _own_counter(q.device))
     return out

@@ -29,7 +29,7 @@ class Step:
 
 
 class TritonAttention:
-    """Attention of one model's layers. Holds the decode kernel's workspace, so steps must not overlap on two streams.
+    """Attention of one model's layers. Holds the kernels' workspaces, so steps must not overlap on two streams.
 
     Single queries go to the decode kernel and longer chunks to the prefill kernel; each skips the other's requests on the
     device, so a mixed step is two launches and nothing is gathered or split.
@@ -41,10 +41,7 @@ class TritonAttention:
         self._outgrown: list[Workspace] = []
         self._tiles: dict[tuple[Any, ...], Any] = {}
         self._step: Step | None = None
-        if tuning.capability == (9, 0) and device.type == "cuda":
-            from pdlab.kernels.flash_prefill_hopper import make_counters
-
-            make_counters(torch.cuda.current_device() if device.index is None else device.index)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)  # the warp-specialized prefill kernels'
 
     def _make_workspace(self, rows: int, requests: int) -> Workspace:
         programs = self.tuning.most_decode_programs(self.head_dim)
@@ -90,7 +87,7 @@ class TritonAttention:
 
             step.hopper = step.hopper or self._plan(q, view, step)
             if step.hopper is not None and fits(q, view):
-                launch(step.hopper, q, view, out)
+                launch(step.hopper, q, view, out, self._counter)
                 return
         step.plain = step.plain or self.tuning.prefill(self.head_dim, view.max_q, **self._facts(view))
         flash_prefill(q, view, step.plain, min_q=step.short + 1, l2_bytes=self.tuning.l2_bytes // 2, out=out)
