@@ -83,7 +83,7 @@ def _best(
 ):  # fmt: skip
     """The largest logit, as a key of the race: NaN counts as largest."""
     top = tl.full((BLOCK,), _EMPTY, tl.int64)
-    for first in tl.range(part * SPAN, part * SPAN + SPAN, BLOCK, num_stages=STAGES):
+    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
         v = first + tl.arange(0, BLOCK)
         top = tl.maximum(top, race_key(tl.load(LOGITS + v, mask=v < VOCAB, other=float("-inf")), v))
     return _met_best(top, ROOM, COUNT, turn, part, PARTS, PAD)
@@ -97,7 +97,7 @@ def _before(
     """How many tokens rank before (s0, v0), and their mass."""
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.range(part * SPAN, part * SPAN + SPAN, BLOCK, num_stages=STAGES):
+    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
         v = first + tl.arange(0, BLOCK)
         s = _scaled(LOGITS, v, best, temperature, VOCAB)
         ahead = (s > s0) | ((s == s0) & (v < v0))
@@ -138,7 +138,7 @@ def _reaching(
     b = tl.zeros((BLOCK,), tl.int32)
     c = tl.zeros((BLOCK,), tl.int32)
     d = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(part * SPAN, part * SPAN + SPAN, BLOCK, num_stages=STAGES):
+    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
         s = _scaled(LOGITS, first + tl.arange(0, BLOCK), best, temperature, VOCAB)
         a += (s >= _value(p0)).to(tl.int32) + tl.where(s >= _value(p1), 65536, 0)
         b += (s >= _value(p2)).to(tl.int32) + tl.where(s >= _value(p3), 65536, 0)
@@ -200,7 +200,7 @@ def _candidate(
 ):  # fmt: skip
     """The best s + noise among tokens that rank before (s0, v0) and are not below `floor`."""
     top = tl.full((BLOCK,), _EMPTY, tl.int64)
-    for first in tl.range(part * SPAN, part * SPAN + SPAN, BLOCK, num_stages=STAGES):
+    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
         v = first + tl.arange(0, BLOCK)
         s = _scaled(LOGITS, v, best, temperature, VOCAB)
         keep = ((s > s0) | ((s == s0) & (v < v0))) & (s >= floor) & (v < VOCAB)
@@ -311,7 +311,7 @@ def filtered_sample(
         groups, room, count = rows, tokens, tokens
     else:
         groups, room, count = min(rows, meeting.programs // parts), meeting.room, meeting.count
-        tile = {"BLOCK": min(512, share), "SPAN": share, "PARTS": parts, "PAD": triton.next_power_of_2(parts), "STAGES": 1}
+        tile = {"BLOCK": min(256, share), "SPAN": share, "PARTS": parts, "PAD": triton.next_power_of_2(parts), "STAGES": 1}
         launch = {"num_warps": 4, "maxnreg": 65536 // 128 // RESIDENT, "launch_cooperative_grid": True}
     filtered_sample_kernel[(groups * tile["PARTS"],)](
         logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, sampling.position, tokens,

@@ -196,13 +196,13 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["batch", "tiles"])
 def projection_sample_hopper_kernel(
-    wd, xd, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
+    WD, XD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
     VOCAB: gl.constexpr, WANT: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = K // STEP
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ws = gl.allocate_shared_memory(wd.dtype, [2 * STAGES, LINES, STEP], wd.layout)
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, STEP], xd.layout)
+    ws = gl.allocate_shared_memory(WD.dtype, [2 * STAGES, LINES, STEP], WD.layout)
+    xs = gl.allocate_shared_memory(XD.dtype, [STAGES, BM, STEP], XD.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -222,9 +222,14 @@ def projection_sample_hopper_kernel(
     gl.warp_specialize([
         (_consume, (pointers, rings, full, empty, places, tiles, batch, 0, BM, STEPS, STAGES, VOCAB, WANT)),
         (_consume, (pointers, rings, full, empty, places, tiles, batch, 1, BM, STEPS, STAGES, VOCAB, WANT)),
-        (_bring, ((wd, xd), rings, full, empty, tiles, STEPS, STEP, STAGES)),
+        (_bring, ((WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES)),
     ], [4, 1], [232, 40])
     # fmt: on
+
+
+def stages_of(columns: int) -> int:
+    """Of the ring, as shared memory allows."""
+    return min(8, (220 << 10) // ((2 * LINES.value + columns) * STEP * 2))
 
 
 def projects(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -234,13 +239,12 @@ def projects(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def project_hopper(
-    x: torch.Tensor, weight: torch.Tensor, want: int, sampling: SamplingBatch, race: Race, *, pdl: bool = True, stages: int = 0
+    x: torch.Tensor, weight: torch.Tensor, want: int, sampling: SamplingBatch, race: Race, *, pdl: bool = True
 ) -> torch.Tensor:
-    """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts; `stages` 0: as fit."""
+    """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts."""
     rows, k = x.shape
     vocab = len(weight)
     columns = max(16, 1 << (rows - 1).bit_length())
-    stages = stages or min(8, (220 << 10) // ((2 * LINES.value + columns) * STEP * 2))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tiles = triton.cdiv(vocab, 2 * LINES.value)
     shape, dtype = ((rows, vocab), torch.float32) if want == LOGITS else ((rows,), torch.int64)
@@ -250,7 +254,7 @@ def project_hopper(
         TensorDescriptor.from_tensor(weight, [LINES.value, STEP], layout),
         TensorDescriptor.from_tensor(x, [columns, STEP], layout),
         sampling.temperature, sampling.seed, sampling.position, out, race.best, race.done, rows, tiles,
-        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages, num_warps=4,
+        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

@@ -77,9 +77,18 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
         fixed = {"VOCAB": c.vocab_size, "BLOCK": block, "SPAN": wide, "PARTS": 1, "PAD": 1, "STAGES": 4, "num_warps": 8}
         return filtered_sample_kernel, fixed, types
     parts = triton.cdiv(c.vocab_size, SHARE)
-    fixed = {"VOCAB": c.vocab_size, "BLOCK": 512, "SPAN": SHARE, "PARTS": parts, "PAD": triton.next_power_of_2(parts)}
+    fixed = {"VOCAB": c.vocab_size, "BLOCK": 256, "SPAN": SHARE, "PARTS": parts, "PAD": triton.next_power_of_2(parts)}
     launch = {"num_warps": 4, "maxnreg": 65536 // 128 // RESIDENT, "launch_cooperative_grid": True}
     return filtered_sample_kernel, fixed | {"STAGES": 1} | launch, types
+
+
+def wide_job(c: Any, batch: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """As `job`, for the output projection of wide batches on Hopper."""
+    from pdlab.kernels.projection_sample_hopper import STEP, projection_sample_hopper_kernel, stages_of
+
+    columns = columns_of(batch)
+    fixed = {"VOCAB": c.vocab_size, "WANT": RANDOM, "K": c.hidden_size, "BM": columns, "STEP": STEP, "num_warps": 4}
+    return projection_sample_hopper_kernel, fixed | {"STAGES": stages_of(columns), "launch_pdl": True}, {"OUT": "*i64"}
 
 
 def ring_job(kernel: str, c: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -117,6 +126,9 @@ def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], ca
         source_of = GluonASTSource
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         signature["WD"] = f"tensordesc<bf16[64, 64],{layout!r}>"
+        if "XD" in names:
+            signature["WD"] = f"tensordesc<bf16[128, {fixed['STEP']}],{layout!r}>"
+            signature["XD"] = f"tensordesc<bf16[{fixed['BM']}, {fixed['STEP']}],{layout!r}>"
     source = source_of(
         fn=kernel,
         signature=signature,
@@ -130,6 +142,8 @@ def compile_job(kernel: str, capability: tuple[int, int], model: str, batch: int
     tuning = Tuning("no-such-device", capability, 132, 50 << 20)
     if kernel.startswith("ring_"):
         parts = ring_job(kernel, config_of(model))
+    elif kernel == "projection_sample_hopper":
+        parts = wide_job(config_of(model), batch)
     else:
         parts = job(kernel, config_of(model), batch, lambda *facts: product_tile(tuning, *facts))
     built = compile_kernel(*parts, capability)

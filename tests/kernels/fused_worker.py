@@ -17,11 +17,24 @@ import torch
 import triton
 import triton.language as tl
 from fused_cases import Case, errors, sampling_case
+from interleaved import interleave
+from triton.runtime import interpreter
 
 from pdlab.kernels import step_ends
-from pdlab.kernels.filtered_sample import filtered_sample
+from pdlab.kernels.filtered_sample import Meeting, filtered_sample
 from pdlab.kernels.product_tiles import ProductTile
-from pdlab.kernels.projection_sample import GREEDY, LOGITS, RANDOM, Race, noise_key, project
+from pdlab.kernels.projection_sample import (
+    GREEDY,
+    LOGITS,
+    RANDOM,
+    Race,
+    contest,
+    hash_gumbel,
+    noise_key,
+    project,
+    race_key,
+    room,
+)
 from pdlab.kernels.projection_sample import gumbel as gumbel_noise
 from pdlab.kernels.reference import project_logits
 from pdlab.kernels.reference_sampling import gumbel, sample_from_logits
@@ -58,7 +71,7 @@ def sampled(seed: int, rows: int, vocab: int, hidden: int, tile: dict[str, Any],
     return answer
 
 
-def filtered(seed: int, rows: int, vocab: int, ties: bool, **filters: Any) -> list[list[int]]:
+def filtered(seed: int, rows: int, vocab: int, ties: bool, meeting: Meeting | None = None, **filters: Any) -> list[list[int]]:
     """Tokens of the filter kernel and of the oracle."""
     _, _, sampling = sampling_case(seed, rows, vocab, 8)
     for name, values in filters.items():
@@ -68,7 +81,48 @@ def filtered(seed: int, rows: int, vocab: int, ties: bool, **filters: Any) -> li
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
     if ties:
         logits = logits.round()
-    return [filtered_sample(logits, sampling).tolist(), sample_from_logits(logits, sampling).tokens.tolist()]
+    return [filtered_sample(logits, sampling, meeting, share=64).tolist(), sample_from_logits(logits, sampling).tokens.tolist()]
+
+
+def filtered_together(seed: int, rows: int, vocab: int, ties: bool, groups: int, **filters: Any) -> list[list[int]]:
+    """As `filtered`, by programs of 64 tokens that take turns at random; launched twice, and what they left in the meeting."""
+    plain = interpreter.interpreter_builder.create_atomic_rmw, interpreter.GridExecutor.__init__
+    interleave(seed)
+    try:
+        parts = -(-vocab // 64)
+        meeting = Meeting("cpu", groups * parts)
+        answers = filtered(seed, rows, vocab, ties, meeting=meeting, **filters)
+        return [*answers, *filtered(seed, rows, vocab, ties, meeting=meeting, **filters), meeting.count.tolist()]
+    finally:
+        interpreter.interpreter_builder.create_atomic_rmw, interpreter.GridExecutor.__init__ = plain
+
+
+@triton.jit
+def contest_kernel(LOGITS, HASHES, TEMPERATURE, BEST, SCORES, ROOM, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    logits, h = tl.load(LOGITS + i), tl.load(HASHES + i).to(tl.uint32)
+    temperature = tl.load(TEMPERATURE)
+    slope, offset = contest(temperature, race_key(tl.load(BEST), tl.full((), 5, tl.int32)), temperature == temperature)
+    tl.store(ROOM + i, room(logits, h, slope, offset))
+    tl.store(SCORES + i, tl.where(temperature > 0, logits * (1.0 / tl.maximum(temperature, 1e-6)) + hash_gumbel(h), logits))
+
+
+def contested(temperature: float, scale: float) -> list[int]:
+    """Of 2^16 scores, bars at the highest ones in turn: (wrongly ruled out, let in, not below the bar)."""
+    g = torch.Generator().manual_seed(3)
+    logits = scale * torch.randn(1 << 16, generator=g)
+    hashes = torch.randint(0, 1 << 32, (1 << 16,), generator=g)
+    hashes[:8] = torch.tensor([0, 1, 2, 255, (1 << 32) - 1, (1 << 32) - 2, 1 << 31, (1 << 28) - 1])
+    scores, left = torch.empty(1 << 16), torch.empty(1 << 16)
+    missed = let_in = over = 0
+    t, bar = torch.tensor([temperature]), torch.zeros(1)
+    contest_kernel[(1,)](logits, hashes, t, bar, scores, left, COUNT=1 << 16)
+    for value in scores.sort(descending=True).values[[0, 1, 2, 10, 100, 1000, -1]]:
+        bar[0] = value
+        contest_kernel[(1,)](logits, hashes, t, bar, scores, left, COUNT=1 << 16)
+        missed += int(((left < 0) & (scores >= value)).sum())
+        let_in, over = let_in + int((left >= 0).sum()), over + int((scores >= value).sum())
+    return [missed, let_in, over]
 
 
 @triton.jit
@@ -101,7 +155,7 @@ def ends(ids: list[int], rows: list[int], last: list[int], tokens: list[int], le
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    calls = {f.__name__: f for f in (operations, rows, sampled, filtered, noise, ends)}
+    calls = {f.__name__: f for f in (operations, rows, sampled, filtered, filtered_together, contested, noise, ends)}
     for line in sys.stdin:
         request = json.loads(line)
         try:

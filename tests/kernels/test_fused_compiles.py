@@ -32,6 +32,7 @@ RARE = [
     for batch in (1, 8, 64)
 ]
 RARE += [("projection_sample", capability, "llama-3-8b", batch) for capability in GENERATIONS for batch in (128, 256)]
+RARE += [("projection_sample_hopper", (9, 0), model, batch) for model in ("llama-3-8b", "qwen3-0.6b") for batch in (100, 128)]
 RARE += [(name, (9, 0), model, 1) for name in RINGS for model in ("llama-2-7b", "llama-3-8b", "qwen3-0.6b")]
 RARE += [(name, capability, "gpt2-xl", 1) for name in ROWS for capability in GENERATIONS]
 pytestmark = pytest.mark.xdist_group("compiled_fused")  # one process fills the cache for all
@@ -70,7 +71,7 @@ def check(jobs: list[Job], job: Job, request: pytest.FixtureRequest, environment
     assert found["shared"] + RESERVED <= found["room"], f"a block does not fit: {found}"
     if job[0] in PRODUCTS:
         assert (found["HMMA"] + found["HGMMA"] > 0) == (job[3] > 1), "matrix instructions where there are several rows"
-    if job[0] in RINGS:
+    if job[0] in (*RINGS, "projection_sample_hopper"):
         assert found["HGMMA"] > 0
 
 

@@ -115,6 +115,23 @@ def test_filters_keep_what_the_oracle_keeps(ask: Ask, filters: dict[str, list[fl
     assert mine == oracle
 
 
+@pytest.mark.parametrize(("ties", "groups"), [(False, 1), (True, 2)], ids=["distinct-one group", "many equal-two groups"])
+def test_programs_that_share_a_row_keep_what_the_oracle_keeps(ask: Ask, ties: bool, groups: int) -> None:
+    filters = {"top_k": [20, 7, 0, 1, 0, 300], "top_p": [0.8, 0.3, 0.9, 1.0, 1e-6], "min_p": [0.0, 0.02, 0.0]}
+    mine, oracle, again, _, left = ask("filtered_together", seed=4, rows=5, vocab=301, ties=ties, groups=groups, **filters)
+    assert mine == again == oracle
+    assert not any(left), "nothing is left of a launch that the next would take for its own"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-7, 0.05, 0.8, 3.0, 1e4])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1000.0])
+def test_no_score_that_reaches_the_best_is_ruled_out_by_its_bound(ask: Ask, temperature: float, scale: float) -> None:
+    missed, let_in, over = ask("contested", temperature=temperature, scale=scale)
+    assert missed == 0
+    if (temperature, scale) == (0.8, 3.0):
+        assert let_in < 1.1 * over, "a bound that lets in much more rules out too little"
+
+
 def test_noise_is_the_oracles(ask: Ask) -> None:
     assert ask("noise", vocab=512) < 1e-6  # the last digit of a logarithm
 
