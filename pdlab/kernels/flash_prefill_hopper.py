@@ -157,7 +157,7 @@ def plan(
         (rows, keys, keys, rows),
         ((dim**-0.5 if scale is None else scale) * LOG2E, batch, item_rows, min_q, int(in_order), units, share, group, at_once),
         (heads * dim if out_stride is None else out_stride, dim, tile.block_n, tile.stages, tile.consumers, causal,
-         tile.turns and not tile.blocks, tile.once and not tile.blocks, tile.polynomial, view.page_size if paged else 0,
+         0 if tile.blocks else int(tile.turns), tile.once and not tile.blocks, tile.polynomial, view.page_size if paged else 0,
          kv_heads if paged else 0, pack, tile.places if tile.blocks else 2),
     )  # fmt: skip
 
@@ -175,8 +175,8 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(planned: Launch, q: torch.Tensor, view: KVView, out: torch.Tensor, counter: torch.Tensor) -> None:
     """Writes `out` on the current stream.
 
-    `counter`, i32[1], is what blocks draw their items from: zero before and after. Launches that share one must not overlap. Make
-    it before a graph is captured: what fills it must not be a part of the graph.
+    `counter`, i32[1], is what blocks draw their items from: zero before and after. Launches that share one must not overlap.
+    Make it before a graph is captured: what fills it must not be a part of the graph.
     """
     device = q.device.index
     stream = driver.active.get_current_stream(device)

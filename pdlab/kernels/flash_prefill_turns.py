@@ -116,9 +116,11 @@ def older_keys(
         if TURNS:
             tiles.wait_for_turn(W)
         s = warpgroup_mma(q, ks.index(count % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if TURNS == 2:
+            tiles.pass_turn((W + 1) % CONSUMERS)
         mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
         o = warpgroup_mma(p, vs.index(before % STAGES), acc, use_acc=held, is_async=True)
-        if TURNS:
+        if TURNS == 1:
             tiles.pass_turn((W + 1) % CONSUMERS)
         s = warpgroup_mma_wait(1, deps=[s])
         if not ONCE:
@@ -204,9 +206,11 @@ def _consumer(
         if TURNS:
             tiles.wait_for_turn(W)
         s = warpgroup_mma(qs.index(place), ks.index((count + 1) % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if TURNS == 2:
+            tiles.pass_turn((W + 1) % CONSUMERS)
         mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
         o = warpgroup_mma(p, vs.index(count % STAGES), acc, use_acc=held, is_async=True)
-        if TURNS:
+        if TURNS == 1:
             tiles.pass_turn((W + 1) % CONSUMERS)
         s, acc = warpgroup_mma_wait(0, deps=[s, o])
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)

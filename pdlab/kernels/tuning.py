@@ -65,7 +65,7 @@ class HopperTile:
     consumers: int  # warpgroups of 64 query rows: 2 or 3
     block_n: int
     stages: int  # tiles of K and V in the ring
-    turns: bool = True  # consumers take turns at starting products
+    turns: int = 1  # consumers take turns at starting products: 1 a tile's two together, 2 the scores only, 0 not at all
     once: bool = False  # a tile's K is given back with its V: one barrier less a tile, in rings of three tiles or more
     polynomial: int = 0  # one of so many exponentials is a polynomial on the arithmetic units: 8, or 0 for none
     by_request: int = 0  # prompts up to this length run request by request, longer ones the longest first
