@@ -15,18 +15,27 @@ pytestmark = pytest.mark.gpu
 # p and the output are rounded to the dtype: relative 2^-9 and 2^-12 on average, each
 TOLERANCE = {"bfloat16": 6e-3, "float16": 8e-4}
 IN_TURNS = {
-    128: [HopperTile(2, 128, 2), HopperTile(2, 128, 2, turns=False), HopperTile(2, 64, 4, by_request=4096)],
+    128: [
+        HopperTile(2, 128, 2),
+        HopperTile(2, 128, 2, turns=0, pack=4),
+        HopperTile(2, 64, 4, by_request=4096),
+    ],
     64: [
         HopperTile(2, 128, 4),
-        HopperTile(3, 128, 4, once=True),
+        HopperTile(3, 128, 4, once=True, pack=4),
+        HopperTile(3, 128, 4, once=True, turns=2),
         HopperTile(2, 128, 4, polynomial=8),
-        HopperTile(2, 64, 8, turns=False),
+        HopperTile(2, 64, 8, turns=0, pack=2),
     ],
 }
 ALONE = {
-    128: [HopperTile(2, 64, 5, blocks=4, share=4), HopperTile(2, 128, 2, blocks=4), HopperTile(3, 64, 4, blocks=4, share=2)],
+    128: [
+        HopperTile(2, 64, 4, blocks=4, share=4, places=3),
+        HopperTile(2, 128, 2, blocks=4),
+        HopperTile(3, 64, 4, blocks=4, share=2),
+    ],
     64: [
-        HopperTile(3, 64, 9, blocks=8),
+        HopperTile(3, 64, 8, blocks=8, places=4),
         HopperTile(2, 128, 5, blocks=8, share=4),
         HopperTile(3, 64, 9, blocks=2, polynomial=8),
     ],
@@ -77,6 +86,13 @@ def test_prompts_that_stay_in_the_ring_match_float64(page: int, paged: bool, dim
 def test_prompts_of_any_length_match_float64(prompt: int, dim: int) -> None:
     for tile in (IN_TURNS[dim][0], ALONE[dim][0]):
         check([prompt, 77], [prompt, 77], tile, heads=8, kv_heads=2, dim=dim, dtype="bfloat16", page=1, paged=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_more_requests_than_a_warp_has_lanes_match_float64(dim: int) -> None:
+    lens = [3, 200, 64, 1] * 12
+    for tile in (IN_TURNS[dim][0], ALONE[dim][0]):
+        check(lens, [3, 150, 64, 1] * 12, tile, heads=8, kv_heads=2, dim=dim, dtype="bfloat16", page=16)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
