@@ -147,12 +147,14 @@ class Part:
 
 @contextmanager
 def engines_over(loaded: Any, owners: Sequence[EngineConfig]) -> Iterator[Callable[[EngineConfig], Engine]]:
-    """Makes engines of any allocator over one executor for each kind of memory in `owners`, whose decode graphs are captured
+    """Makes engines of any allocator over one executor for each kind of memory in `owners`, whose graphs are captured
     once. One engine runs at a time; none may ask for more rows, tokens a step or memory than its owner has."""
     from pdlab.engine.executor import EXTENT_ALLOCATORS
 
     with ExitStack() as stack:
         made = {config.kv_allocator in EXTENT_ALLOCATORS: stack.enter_context(real_engine(loaded, config)) for config in owners}
+        for owner in made.values():  # some seconds now rather than in the middle of a load
+            owner.executor.capture_prefill_graphs()  # type: ignore[attr-defined]
 
         def engine(config: EngineConfig) -> Engine:
             owner = made[config.kv_allocator in EXTENT_ALLOCATORS]
