@@ -87,6 +87,19 @@ def test_a_wrong_kernel_is_not_timed() -> None:
     assert "relative error" in found.left_out["wrong"]
 
 
+def test_variants_are_timed_in_turns_that_begin_with_another_each_round() -> None:
+    from pdlab.hardware.timing import Timings
+
+    order: list[str] = []
+
+    def timer(name: str) -> Any:
+        return lambda: order.append(name) or Timings(float(len(order)), 0, 0, 1)
+
+    found = _attention._in_turns({name: timer(name) for name in "abc"}, 3, 0.0)
+    assert "".join(order) == "abcbcacab"
+    assert {name: t.median for name, t in found.items()} == {"a": 6.0, "b": 4.0, "c": 5.0}  # of 1 6 8, 2 4 9 and 3 5 7
+
+
 def test_a_suite_whose_own_attention_is_wrong_writes_the_rest_and_fails(tmp_path: Path, monkeypatch: Any) -> None:
     real = _attention.backend
     monkeypatch.setattr(_attention, "backend", lambda name, *rest: _wrong if name == "sdpa" else real(name, *rest))
