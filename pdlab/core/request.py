@@ -114,7 +114,8 @@ class Request:
     def tokens(self, lo: int, hi: int) -> list[int]:
         """Token ids at positions [lo, hi); -1 at a position sampled by a step in flight."""
         n = self.prompt_len
-        out = [int(t) for t in self.prompt_token_ids[lo : min(hi, n)]] if lo < n else []
+        prompt = self.prompt_token_ids[lo : min(hi, n)] if lo < n else []
+        out = list(prompt) if isinstance(prompt, list) else [int(t) for t in prompt]
         if hi > n:
             out += self.output_token_ids[max(lo, n) - n : hi - n]
         return out + [-1] * (hi - lo - len(out))

@@ -105,7 +105,8 @@ class Scheduler:
         for request, (new, start) in zip(requests[decodes:], plan.shape.prefill, strict=True):
             if request.status is Status.RUNNING:
                 request.num_computed = start + new
-                self.allocator.written(request.request_id, request.tokens(start, start + new), start)
+                tokens = request.tokens(start, start + new) if self.config.prefix_reuse else [-1] * new
+                self.allocator.written(request.request_id, tokens, start)
         return requests
 
     def skip_steps(self, count: int) -> None:
