@@ -49,36 +49,41 @@ from pdlab.kernels.projection_sample import (
 )
 from pdlab.kernels.ring_product import barrier, launch_dependents, wait_for_the_kernel_before
 
-LINES = gl.constexpr(128)  # weight rows of a consumer
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+ROWS = gl.constexpr(256)  # of weights that a program holds at once
+LEAF = gl.constexpr(32)  # activation rows whose scores are worked out at once
 _LOGITS, _RANDOM, _EMPTY = gl.constexpr(LOGITS), gl.constexpr(RANDOM), gl.constexpr(EMPTY)
-
-
 STEP = 64  # elements of each row that a stage of the ring holds: 128 bytes, the widest swizzle
 LAST = gl.constexpr(8)  # steps of a tile after the bar is read
 
 
 @gluon.jit
-def _bring(descriptors, rings, full, empty, tiles, STEPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
+def _ask(descriptors, rings, full, tile, stage, column, PARTS: gl.constexpr):
+    """Weights of one step."""
     wd, xd = descriptors
-    ws, xs = rings
+    ws, _xs = rings
+    mbarrier.expect(full.index(stage), PARTS * wd.block_type.nbytes + xd.block_type.nbytes)
+    for w in gl.static_range(PARTS):
+        row = tile * ROWS + w * (ROWS // PARTS)
+        tma.async_copy_global_to_shared(wd, [row, column], full.index(stage), ws.index(PARTS * stage + w))
+
+
+@gluon.jit
+def _bring(
+    descriptors, rings, full, empty, tiles, STEPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr
+):
+    _wd, xd = descriptors
+    _ws, xs = rings
     mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for s in gl.static_range(STAGES):  # weights do not depend on the kernel launched before
-        mbarrier.expect(full.index(s), 2 * wd.block_type.nbytes + xd.block_type.nbytes)
-        for w in gl.static_range(2):
-            row = gl.program_id(0) * (2 * LINES) + w * LINES
-            tma.async_copy_global_to_shared(wd, [row, s * STEP], full.index(s), ws.index(2 * s + w))
+        _ask(descriptors, rings, full, gl.program_id(0), s, s * STEP, PARTS)
     wait_for_the_kernel_before()
     for s in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(xd, [0, s * STEP], full.index(s), xs.index(s))
     for i in range(STAGES, mine * STEPS):
         stage = i % STAGES
-        row = (gl.program_id(0) + i // STEPS * gl.num_programs(0)) * (2 * LINES)
         column = i % STEPS * STEP
         mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        mbarrier.expect(full.index(stage), 2 * wd.block_type.nbytes + xd.block_type.nbytes)
-        tma.async_copy_global_to_shared(wd, [row, column], full.index(stage), ws.index(2 * stage))
-        tma.async_copy_global_to_shared(wd, [row + LINES, column], full.index(stage), ws.index(2 * stage + 1))
+        _ask(descriptors, rings, full, gl.program_id(0) + i // STEPS * gl.num_programs(0), stage, column, PARTS)
         tma.async_copy_global_to_shared(xd, [0, column], full.index(stage), xs.index(stage))
 
 
@@ -96,52 +101,70 @@ def _send_best(score, tokens, best_at, real):
 
 
 @gluon.jit
-def _enter_race(
-    logits, rank: gl.constexpr, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM: gl.constexpr, VOCAB: gl.constexpr,
-    WANT: gl.constexpr,
-):  # fmt: skip
-    """Sends the best of logits [LINES, BM] for BM rows from rank * BM on, 32 at a time; or writes the logits."""
-    first: gl.constexpr = rank * BM
-    if BM > 32:
-        left, right = gl.split(gl.permute(gl.reshape(logits, (LINES, 2, BM // 2)), (0, 2, 1)))
-        _enter_race(left, 2 * rank, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM // 2, VOCAB, WANT)
-        if first + BM // 2 < batch:
-            _enter_race(right, 2 * rank + 1, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM // 2, VOCAB, WANT)
-    else:
-        HERE: gl.constexpr = logits.type.layout
-        COLUMN: gl.constexpr = gl.SliceLayout(0, HERE)
-        key1, key2, slope, offset = facts
-        m = first + gl.arange(0, BM, COLUMN)
-        real = m < batch
-        tokens = gl.expand_dims(first_token + gl.arange(0, LINES, gl.SliceLayout(1, HERE)), 1)
-        if WANT == _LOGITS:
-            at = gl.expand_dims(m.to(gl.int64) * VOCAB, 0) + tokens
-            gl.store(OUT + at, logits, mask=(tokens < VOCAB) & gl.expand_dims(real, 0))
-        elif WANT == _RANDOM:
-            k1 = gl.expand_dims(key1.slice(first, BM).load(COLUMN), 0).to(gl.uint32, bitcast=True)
-            k2 = gl.expand_dims(key2.slice(first, BM).load(COLUMN), 0).to(gl.uint32, bitcast=True)
-            h = noise_hash(tokens, k1, k2)
-            steep = gl.expand_dims(slope.slice(first, BM).load(COLUMN), 0)
-            if any_room(room(logits, h, steep, gl.expand_dims(offset.slice(first, BM).load(COLUMN), 0))):
-                temperature = gl.load(TEMPERATURE + m, mask=real, other=0.0)
-                # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
-                hot = logits * gl.expand_dims(1.0 / gl.maximum(temperature, 1e-6), 0) + hash_gumbel(h)
-                score = gl.where(gl.expand_dims(temperature > 0, 0), hot, logits)
-                _send_best(score, tokens + gl.zeros([LINES, BM], gl.int32, HERE), BEST + m, real)
-        elif any_room(logits + gl.expand_dims(offset.slice(first, BM).load(COLUMN), 0)):
-            _send_best(logits, tokens + gl.zeros([LINES, BM], gl.int32, HERE), BEST + m, real)
+def _leaf(logits, q, first_token, batch, TEMPERATURE, OUT, BEST, facts, VOCAB: gl.constexpr, WANT: gl.constexpr):
+    """Sends the best of logits [rows of weights, LEAF] for the q-th LEAF activation rows; or writes the logits."""
+    HERE: gl.constexpr = logits.type.layout
+    COLUMN: gl.constexpr = gl.SliceLayout(0, HERE)
+    key1, key2, slope, offset = facts
+    m = q * LEAF + gl.arange(0, LEAF, COLUMN)
+    real = m < batch
+    tokens = gl.expand_dims(first_token + gl.arange(0, logits.shape[0], gl.SliceLayout(1, HERE)), 1)
+    if WANT == _LOGITS:
+        at = gl.expand_dims(m.to(gl.int64) * VOCAB, 0) + tokens
+        gl.store(OUT + at, logits, mask=(tokens < VOCAB) & gl.expand_dims(real, 0))
+    elif WANT == _RANDOM:
+        k1 = gl.expand_dims(key1.index(q).load(COLUMN), 0).to(gl.uint32, bitcast=True)
+        k2 = gl.expand_dims(key2.index(q).load(COLUMN), 0).to(gl.uint32, bitcast=True)
+        h = noise_hash(tokens, k1, k2)
+        steep = gl.expand_dims(slope.index(q).load(COLUMN), 0)
+        if any_room(room(logits, h, steep, gl.expand_dims(offset.index(q).load(COLUMN), 0))):
+            temperature = gl.load(TEMPERATURE + m, mask=real, other=0.0)
+            # below 1e-6 the noise is lost in rounding anyway, and the quotient must stay finite
+            hot = logits * gl.expand_dims(1.0 / gl.maximum(temperature, 1e-6), 0) + hash_gumbel(h)
+            score = gl.where(gl.expand_dims(temperature > 0, 0), hot, logits)
+            _send_best(score, tokens + gl.zeros(logits.shape, gl.int32, HERE), BEST + m, real)
+    elif any_room(logits + gl.expand_dims(offset.index(q).load(COLUMN), 0)):
+        _send_best(logits, tokens + gl.zeros(logits.shape, gl.int32, HERE), BEST + m, real)
 
 
 @gluon.jit
-def _multiply(acc, first, rings, full, empty, i, W: gl.constexpr, COUNT: gl.constexpr, STAGES: gl.constexpr):
+def _halves(x):
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _enter_race(
+    logits, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM: gl.constexpr, VOCAB: gl.constexpr, WANT: gl.constexpr
+):
+    """Leaf after leaf in a loop, by passing the registers on: written out, the code is longer than its cache, and the few warps
+    of a program wait for most of it to come."""
+    if BM == 32:
+        _leaf(logits, 0, first_token, batch, TEMPERATURE, OUT, BEST, facts, VOCAB, WANT)
+    elif BM == 64:
+        a, b = _halves(logits)
+        for q in range((batch + LEAF - 1) // LEAF):
+            _leaf(a, q, first_token, batch, TEMPERATURE, OUT, BEST, facts, VOCAB, WANT)
+            a, b = b, a
+    else:
+        left, right = _halves(logits)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        for q in range((batch + LEAF - 1) // LEAF):
+            _leaf(a, q, first_token, batch, TEMPERATURE, OUT, BEST, facts, VOCAB, WANT)
+            a, b, c, d = b, c, d, a
+
+
+@gluon.jit
+def _multiply(
+    acc, first, rings, full, empty, i, W: gl.constexpr, COUNT: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr
+):
     """Adds the products of COUNT steps from i on; the last of them is still under way. `first`: they begin a tile."""
     ws, xs = rings
     for j in range(COUNT):
         stage = (i + j) % STAGES
         mbarrier.wait(full.index(stage), (i + j) // STAGES & 1)
-        acc = warpgroup_mma(
-            ws.index(2 * stage + W), xs.index(stage).permute((1, 0)), acc, use_acc=(first == 0) | (j > 0), is_async=True
-        )
+        w, x = ws.index(PARTS * stage + W), xs.index(stage).permute((1, 0))
+        acc = warpgroup_mma(w, x, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((i + j + STAGES - 1) % STAGES), count=1, pred=(first == 0) | (j > 0))
     return acc
@@ -149,87 +172,104 @@ def _multiply(acc, first, rings, full, empty, i, W: gl.constexpr, COUNT: gl.cons
 
 @gluon.jit
 def _consume(
-    pointers, rings, full, empty, places, tiles, batch,
-    W: gl.constexpr, BM: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, VOCAB: gl.constexpr, WANT: gl.constexpr,
+    pointers, rings, full, empty, facts, tiles, batch,
+    W: gl.constexpr, BM: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, VOCAB: gl.constexpr,
+    WANT: gl.constexpr,
 ):  # fmt: skip
     TEMPERATURE, SEED, POSITION, OUT, BEST, DONE = pointers
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    key1, key2, slope, offset = places
-    facts = (key1.index(W), key2.index(W), slope.index(W), offset.index(W))
+    LINES: gl.constexpr = ROWS // PARTS
+    WARPS: gl.constexpr = 8 // PARTS
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    key1, key2, slope, offset = facts
     wait_for_the_kernel_before()
     m = gl.arange(0, 128, THREADS)
     real = m < batch
     temperature = gl.load(TEMPERATURE + m, mask=real, other=0.0)
     if WANT == _RANDOM:
         k1, k2 = noise_key(gl.load(SEED + m, mask=real, other=0), gl.load(POSITION + m, mask=real, other=0))
-        facts[0].store(k1.to(gl.int32, bitcast=True))
-        facts[1].store(k2.to(gl.int32, bitcast=True))
-    acc = gl.zeros([LINES, BM], gl.float32, ACC)
+        key1._reinterpret(gl.int32, [128], LINE).store(k1.to(gl.int32, bitcast=True))
+        key2._reinterpret(gl.int32, [128], LINE).store(k2.to(gl.int32, bitcast=True))
     mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for t in range(mine):
-        first_token = (gl.program_id(0) + t * gl.num_programs(0)) * (2 * LINES) + W * LINES
+        first_token = (gl.program_id(0) + t * gl.num_programs(0)) * ROWS + W * LINES
         i = t * STEPS
-        acc = _multiply(acc, 1, rings, full, empty, i, W, STEPS - LAST, STAGES)
+        acc = gl.zeros([LINES, BM], gl.float32, ACC)  # the last tile's registers have been passed around
+        acc = _multiply(acc, 1, rings, full, empty, i, W, STEPS - LAST, STAGES, PARTS)
         best = gl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
-        acc = _multiply(acc, 0, rings, full, empty, i + STEPS - LAST, W, LAST, STAGES)
+        acc = _multiply(acc, 0, rings, full, empty, i + STEPS - LAST, W, LAST, STAGES, PARTS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((i + STEPS - 1) % STAGES), count=1)
         if WANT != _LOGITS:
             steep, bar = contest(temperature, best, real)
             if WANT != _RANDOM:
                 bar = gl.where(real, -score_of(best), float("-inf"))
-            facts[2].store(steep)
-            facts[3].store(bar)
-            if VOCAB % (2 * LINES):  # noqa: SIM102 - known when compiling, the other is not
+            slope._reinterpret(gl.float32, [128], LINE).store(steep)
+            offset._reinterpret(gl.float32, [128], LINE).store(bar)
+            if VOCAB % ROWS:  # noqa: SIM102 - known when compiling, the other is not
                 if first_token + LINES > VOCAB:
                     token = first_token + gl.arange(0, LINES, gl.SliceLayout(1, ACC))
                     acc = gl.where(gl.expand_dims(token < VOCAB, 1), acc, float("-inf"))
-        _enter_race(acc, 0, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM, VOCAB, WANT)
+        _enter_race(acc, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM, VOCAB, WANT)
     if WANT != _LOGITS:
         barrier()  # every thread's maximum comes before the release below
-        if gl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == 2 * gl.num_programs(0) - 1:
+        if gl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == PARTS * gl.num_programs(0) - 1:
             won = gl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
             gl.store(OUT + m, winner(won), mask=real)
             gl.store(BEST + m, gl.full([128], _EMPTY, gl.int64, THREADS), mask=real)  # for the next launch
             gl.store(DONE, 0)
 
 
+@gluon.jit
+def _room_for_facts():
+    """Of the rows: both keys, slope, offset; LEAF rows a line."""
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (
+        gl.allocate_shared_memory(gl.int32, [4, LEAF], LINE), gl.allocate_shared_memory(gl.int32, [4, LEAF], LINE),
+        gl.allocate_shared_memory(gl.float32, [4, LEAF], LINE), gl.allocate_shared_memory(gl.float32, [4, LEAF], LINE),
+    )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["batch", "tiles"])
 def projection_sample_hopper_kernel(
     WD, XD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
     VOCAB: gl.constexpr, WANT: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = K // STEP
-    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ws = gl.allocate_shared_memory(WD.dtype, [2 * STAGES, LINES, STEP], WD.layout)
+    ws = gl.allocate_shared_memory(WD.dtype, [PARTS * STAGES, ROWS // PARTS, STEP], WD.layout)
     xs = gl.allocate_shared_memory(XD.dtype, [STAGES, BM, STEP], XD.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    key1 = gl.allocate_shared_memory(gl.int32, [2, 128], WORDS)
-    key2 = gl.allocate_shared_memory(gl.int32, [2, 128], WORDS)
-    slope = gl.allocate_shared_memory(gl.float32, [2, 128], WORDS)
-    offset = gl.allocate_shared_memory(gl.float32, [2, 128], WORDS)
+        mbarrier.init(empty.index(s), count=PARTS)
+    facts = _room_for_facts()
     fence_async_shared()
     launch_dependents()
     pointers = (TEMPERATURE, SEED, POSITION, OUT, BEST, DONE)
     rings = (ws, xs)
-    places = (key1, key2, slope, offset)
     # constants stay constants only where they are written in the call itself
     # fmt: off
-    gl.warp_specialize([
-        (_consume, (pointers, rings, full, empty, places, tiles, batch, 0, BM, STEPS, STAGES, VOCAB, WANT)),
-        (_consume, (pointers, rings, full, empty, places, tiles, batch, 1, BM, STEPS, STAGES, VOCAB, WANT)),
-        (_bring, ((WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES)),
-    ], [4, 1], [232, 40])
+    if PARTS == 1:
+        gl.warp_specialize([
+            (_consume, (pointers, rings, full, empty, facts, tiles, batch, 0, BM, STEPS, STAGES, 1, VOCAB, WANT)),
+            (_bring, ((WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 1)),
+        ], [1], [40])
+    else:
+        others = _room_for_facts()
+        gl.warp_specialize([
+            (_consume, (pointers, rings, full, empty, facts, tiles, batch, 0, BM, STEPS, STAGES, 2, VOCAB, WANT)),
+            (_consume, (pointers, rings, full, empty, others, tiles, batch, 1, BM, STEPS, STAGES, 2, VOCAB, WANT)),
+            (_bring, ((WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 2)),
+        ], [4, 1], [232, 40])
     # fmt: on
 
 
 def stages_of(columns: int) -> int:
     """Of the ring, as shared memory allows."""
-    return min(8, (220 << 10) // ((2 * LINES.value + columns) * STEP * 2))
+    return min(8, (220 << 10) // ((ROWS.value + columns) * STEP * 2))
 
 
 def projects(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -239,22 +279,30 @@ def projects(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def project_hopper(
-    x: torch.Tensor, weight: torch.Tensor, want: int, sampling: SamplingBatch, race: Race, *, pdl: bool = True
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    want: int,
+    sampling: SamplingBatch,
+    race: Race,
+    *,
+    pdl: bool = True,
+    parts: int = 1,
 ) -> torch.Tensor:
     """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts."""
     rows, k = x.shape
     vocab = len(weight)
-    columns = max(16, 1 << (rows - 1).bit_length())
+    columns = max(LEAF.value, 1 << (rows - 1).bit_length())
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    tiles = triton.cdiv(vocab, 2 * LINES.value)
+    tiles = triton.cdiv(vocab, ROWS.value)
     shape, dtype = ((rows, vocab), torch.float32) if want == LOGITS else ((rows,), torch.int64)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
     projection_sample_hopper_kernel[(programs,)](
-        TensorDescriptor.from_tensor(weight, [LINES.value, STEP], layout),
+        TensorDescriptor.from_tensor(weight, [ROWS.value // parts, STEP], layout),
         TensorDescriptor.from_tensor(x, [columns, STEP], layout),
         sampling.temperature, sampling.seed, sampling.position, out, race.best, race.done, rows, tiles,
-        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), num_warps=4,
+        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), PARTS=parts,
+        num_warps=8 // parts,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

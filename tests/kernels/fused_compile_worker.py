@@ -87,7 +87,7 @@ def wide_job(c: Any, batch: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
     from pdlab.kernels.projection_sample_hopper import STEP, projection_sample_hopper_kernel, stages_of
 
     columns = columns_of(batch)
-    fixed = {"VOCAB": c.vocab_size, "WANT": RANDOM, "K": c.hidden_size, "BM": columns, "STEP": STEP, "num_warps": 4}
+    fixed = {"VOCAB": c.vocab_size, "WANT": RANDOM, "K": c.hidden_size, "BM": columns, "STEP": STEP, "PARTS": 1, "num_warps": 8}
     return projection_sample_hopper_kernel, fixed | {"STAGES": stages_of(columns), "launch_pdl": True}, {"OUT": "*i64"}
 
 
@@ -127,7 +127,7 @@ def compile_kernel(kernel: Any, fixed: dict[str, Any], types: dict[str, str], ca
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         signature["WD"] = f"tensordesc<bf16[64, 64],{layout!r}>"
         if "XD" in names:
-            signature["WD"] = f"tensordesc<bf16[128, {fixed['STEP']}],{layout!r}>"
+            signature["WD"] = f"tensordesc<bf16[256, {fixed['STEP']}],{layout!r}>"
             signature["XD"] = f"tensordesc<bf16[{fixed['BM']}, {fixed['STEP']}],{layout!r}>"
     source = source_of(
         fn=kernel,

@@ -59,7 +59,7 @@ def test_one_row_by_a_ring_samples_the_tokens_of_the_oracle() -> None:
         assert torch.equal(ops.projection_sample(row, head, here).tokens, oracle)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64, 200, 300])
+@pytest.mark.parametrize("rows", [1, 5, 64, 100, 128, 200, 300])
 @pytest.mark.parametrize(
     "filters", [{}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.05}], ids=lambda f: "+".join(f) or "none"
 )
