@@ -1,12 +1,9 @@
-"""The tiles of the fused decode kernels, swept: products of several rows one by one, rings of single rows in whole steps.
+"""The tiles of the fused decode kernels for several rows, swept product by product (single rows: see ring_tiles).
 
 `latency` of a product is microseconds a call in a graph over rotated weights, its sizes as parameters named tile_…; the fastest
-right one of each operation, shape and batch goes to tuning/<device>.json ("product_tiles"). A ring of weights reaches across
-the border between kernels, so what counts is a whole step of a model: `step_latency`, one row a way of sizing the rings, with
-and without the next product's weights asked into L2. The fastest way without goes to the table ("ring_tiles"). Steps by one
-persistent kernel for all layers are rows of the same kind, whose `rings` begins with persistent.
+right one of each operation, shape and batch goes to tuning/<device>.json ("product_tiles").
 
-Needs a GPU of capability 8.0, the rings 9.0. Most of the time goes into compiling; what the budget does not reach is marked as
+Needs a GPU of capability 8.0. Most of the time goes into compiling; what the budget does not reach is marked as
 skipped.
 """
 
@@ -15,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pdlab.kernels.product_tiles import ProductTile, RingTile, columns_of, product_rule, ring_rule
+from pdlab.kernels.product_tiles import ProductTile, columns_of, product_rule
 from pdlab.models.catalogue import config_of
 
 if TYPE_CHECKING:
@@ -33,8 +30,6 @@ HELP = "sweep of the fused decode kernels' tile sizes; writes the device's tunin
 
 MODELS = ("llama-3-8b", "llama-1b")
 BATCHES = (8, 32, 64)
-TOKENS = 512  # in the cache of a step
-BIG = ("norm_mlp_up", "down_residual", "projection_sample")
 
 
 def shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -104,21 +99,6 @@ def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int
                 yield found
 
 
-def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
-    """Ways of sizing the rings: a whole multiprocessor's memory, half of it, or half for the small products alone."""
-
-    def half(op: str, k: int) -> RingTile:
-        return RingTile(1, max(2, min(6, ((104 << 10) - 2 * k) // (16 << 10))))
-
-    return {
-        "whole": lambda op, k: ring_rule(k),
-        "half": half,
-        "mixed": lambda op, k: ring_rule(k) if op in BIG else half(op, k),
-        "whole, ahead 4": lambda op, k: replace(ring_rule(k), ahead=4),
-        "half, ahead 4": lambda op, k: replace(half(op, k), ahead=4),
-    }
-
-
 def run(ctx: Context) -> None:
     from pdlab.kernels.dispatch import why_not
     from pdlab.kernels.tuning import Tuning
@@ -128,8 +108,6 @@ def run(ctx: Context) -> None:
         return
     tuning = Tuning.of_device()
     for name in MODELS:
-        if tuning.capability == (9, 0):
-            _sweep_rings(ctx, name)
         _sweep_products(ctx, config_of(name), tuning)
 
 
@@ -237,86 +215,3 @@ class Product:
             return None
         self.ctx.record.add("latency", timings, params=params)
         return timings.median
-
-
-def _sweep_rings(ctx: Context, name: str) -> None:
-    """Steps of one request by each way of sizing the rings, with and without prefetch; then by the persistent kernel."""
-    from pdlab.bench import _attention
-    from pdlab.bench import _stages as stages
-    from pdlab.bench.prefill_vs_decode import _load
-
-    loaded, best = _load(f"random:{name}", ctx), (float("inf"), "")
-    ways = ring_ways()
-    for way, size in ways.items():
-
-        def prepare(ops: Any, size: Callable[[str, int], RingTile] = size) -> None:
-            for op, (outputs, k) in shapes(loaded.config).items():
-                ops.ring_tiles[op, outputs, k] = replace(size(op, k), pdl=ops.pdl)
-
-        for prefetch in (False, True) if "ahead" not in way else (True,):
-            ms = _step(ctx, loaded, way, stages.ALL | ({"prefetch"} if prefetch else set()), prepare)
-            if ms is not None and not prefetch:
-                best = min(best, (ms, way))
-    if best[1]:
-        for op, (outputs, k) in shapes(loaded.config).items():
-            tile = asdict(ways[best[1]](op, k))
-            entry = {"op": op, "outputs": outputs, "k": k, **{n: v for n, v in tile.items() if n != "pdl"}}
-            _attention.write_table(ctx, "ring_tiles", [entry], {"op": op, "outputs": outputs, "k": k})
-    _sweep_persistent(ctx, loaded)
-
-
-def persistent_ways() -> dict[str, dict[str, Any]]:
-    """Settings of the persistent kernel to time: the size of a stage of its ring, and fewer of them."""
-    return {"1x": {"panels": 1}, "2x": {"panels": 2}, "1x8": {"panels": 1, "stages": 8}, "1x4": {"panels": 1, "stages": 4}}
-
-
-def _sweep_persistent(ctx: Context, loaded: Any) -> None:
-    """Steps of one request by all layers as one kernel: `rings` says persistent and how."""
-    from pdlab.bench import _stages as stages
-    from pdlab.kernels.ring_stack import StackTile
-
-    for way, settings in persistent_ways().items():
-
-        def prepare(ops: Any, settings: dict[str, Any] = settings) -> None:
-            ops.stack_tile = StackTile(**settings)
-
-        def check(ops: Any) -> None:
-            if [stack is not None and not int(stack.failed) for _, stack in ops.stacks.values()] != [True]:
-                raise RuntimeError("the persistent kernel did not run, or a wait in it gave up")
-
-        _step(ctx, loaded, f"persistent_{way}", stages.ALL | {"persistent"}, prepare, check)
-
-
-def _step(
-    ctx: Context,
-    loaded: Any,
-    way: str,
-    switches: frozenset[str],
-    prepare: Callable[[Any], None],
-    check: Callable[[Any], None] | None = None,
-) -> float | None:
-    """Milliseconds between the ends of successive steps, two in flight; also written as a row. `prepare` and `check` are given
-    the model's operations, before the first step and after the last."""
-    from pdlab.bench import _breakdown
-    from pdlab.hardware.timing import summarize
-
-    prefetch = "prefetch" in switches
-    params = {"model": loaded.config.name, "tokens": TOKENS, "dtype": ctx.dtype, "rings": way, "prefetch": prefetch}
-    if ctx.left() <= 0:
-        ctx.record.skip("step_latency", "ms", "the time budget ran out", params=params)
-        return None
-    try:
-        with _breakdown.step_of(loaded, switches, TOKENS) as (executor, plan):
-            ops = executor.model.ops
-            prepare(ops)
-            _breakdown.run_steps(executor, [plan(i) for i in range(4)], 1)
-            seconds = _breakdown.run_steps(executor, [plan(i) for i in range(4, 60)], 2)
-            if check is not None:
-                check(ops)
-    except Exception as error:
-        ctx.record.skip("step_latency", "ms", f"{type(error).__name__}: {error}"[:200], params=params)
-        return None
-    timings = summarize([s * 1e3 for s in seconds], "ms")
-    ctx.record.add("step_latency", timings, params=params)
-    ctx.say(f"  {loaded.config.name} rings {way}{', prefetch' if prefetch else ''}: {timings.median:.3f} ms a step")
-    return timings.median

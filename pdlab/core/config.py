@@ -96,7 +96,7 @@ class EngineConfig:
     weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn
     weight_prefetch: bool = False  # rings ask for the next product's weights, into the L2 cache
     measured_tiles: bool = True  # tiles from the device's tuning table, else by rules
-    persistent_decode: bool = False  # single rows: all layers as one kernel (Hopper, LLaMA-like layers); not yet measured
+    persistent_decode: bool = True  # single rows: all layers as one kernel, where the device's tuning table says it is faster
 
     # batching and scheduling
     batching: str = "continuous_chunked"

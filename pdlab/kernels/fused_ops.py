@@ -27,8 +27,8 @@ from pdlab.kernels.residual_product import residual_product
 from pdlab.kernels.row_kernels import norm_rows, rope_rows, silu_product
 
 if TYPE_CHECKING:
+    from pdlab.kernels.decode_stack import DecodeStack, StackTile
     from pdlab.kernels.ring_kernels import Following
-    from pdlab.kernels.ring_stack import RingStack, StackTile
 
 
 class FusedOps(DispatchedOps):
@@ -44,14 +44,14 @@ class FusedOps(DispatchedOps):
 
         `pdl`: programmatic dependent launch. `ring`: single rows by a ring of weights in shared memory. `prefetch`: rings ask
         for weights of the next product, into L2. `measured`: tiles from the device's table, else by the rule. `persistent`: all
-        layers of a step with one row as one kernel.
+        layers of a step with one row as one kernel, where the device's table says that this is faster.
         """
         super().__init__(*args)
         self.pdl, self.ring = pdl and self.tuning.capability >= (9, 0), ring and self.tuning.capability == (9, 0)
         self.prefetch, self.measured = prefetch, measured
         self.persistent = persistent and self.tuning.capability == (9, 0)
-        self.stack_tile: StackTile | None = None  # None: the default; read where a model's first step is made
-        self.stacks: dict[int, tuple[list[LayerWeights], RingStack | None]] = {}  # by the list of layers, which is kept alive
+        self.stack_tile: StackTile | None = None  # set before the first step: whatever the table says
+        self.stacks: dict[int, tuple[list[LayerWeights], DecodeStack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self.meeting = Meeting(self.device, RESIDENT * self.tuning.multiprocessors if self.device.type == "cuda" else 0)
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
@@ -101,11 +101,21 @@ class FusedOps(DispatchedOps):
 
     def prepare(self, layers: list[LayerWeights]) -> None:
         """Called before the cache takes the memory that is left: weights are laid out as the persistent kernel wants them."""
-        if self.persistent:
-            from pdlab.kernels.ring_stack import stack_fits, stack_weights
+        if self._stack_tile(layers, 1) is not None:
+            from pdlab.kernels.decode_stack import stack_fits, stack_weights
 
             if stack_fits(layers, self.model.head_dim):
                 stack_weights(layers)
+
+    def _stack_tile(self, layers: list[LayerWeights], kv: int) -> StackTile | None:
+        """How the persistent kernel is cut for these layers; None where it is not wanted, or not known to be faster."""
+        if not self.persistent:
+            return None
+        if self.stack_tile is not None:
+            return self.stack_tile
+        from pdlab.kernels.decode_stack import measured_tile
+
+        return measured_tile(self.tuning, layers, kv) if self.measured else None
 
     def layer_stack(
         self, x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable | None, view: KVView
@@ -113,10 +123,12 @@ class FusedOps(DispatchedOps):
         """All layers by the persistent kernel, `view` over all of them; None where it does not fit, or is not wanted."""
         if not self.persistent or rope is None or not len(x) == len(view.seq_lens) == view.max_q == 1:
             return None
+        if (tile := self._stack_tile(layers, view.max_kv)) is None:
+            return None
         if id(layers) not in self.stacks:
-            from pdlab.kernels.ring_stack import stack_of
+            from pdlab.kernels.decode_stack import stack_of
 
-            self.stacks[id(layers)] = layers, stack_of(layers, self.model.head_dim, self.stack_tile)
+            self.stacks[id(layers)] = layers, stack_of(layers, self.model.head_dim, tile)
         stack = self.stacks[id(layers)][1]
         alike = x.dtype == view.k.dtype == layers[0].qkv.dtype and view.k.is_contiguous() and view.v.is_contiguous()
         return stack(x.contiguous(), rope, view) if stack is not None and alike else None

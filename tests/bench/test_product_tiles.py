@@ -11,7 +11,6 @@ from pdlab.hardware.timing import summarize
 from pdlab.kernels.product_tiles import ProductTile, ring_rule
 from pdlab.kernels.tuning import Tuning
 from pdlab.models.catalogue import config_of
-from pdlab.models.loading import load
 
 H200 = Tuning("no-such-device", (9, 0), 132, 50 << 20)
 L4 = Tuning("no-such-device", (8, 9), 58, 48 << 20)
@@ -31,19 +30,6 @@ def test_candidates_fit_the_device_and_cover_all_of_k(tuning: Tuning, batch: int
             assert 1 < tile.rows * tile.split < outputs
             assert tile.fetch * tile.k * tile.split <= k
             assert tile.pdl == (tuning.capability >= (9, 0))
-
-
-def test_rings_leave_shared_memory_for_x_and_a_whole_one_for_no_second() -> None:
-    for way, size in product_tiles.ring_ways().items():
-        for k in (1024, 2048, 4096, 8192, 11008, 14336):
-            tile = size("out_residual", k)
-            held = tile.panels * tile.stages * (16 << 10) + 2 * k
-            assert held <= 227 << 10
-            assert tile.stages >= 2
-            if way.startswith("half"):
-                assert 2 * held <= 227 << 10, "the next kernel's ring finds room beside"
-        whole = ring_rule(4096)
-        assert 2 * whole.panels * whole.stages * (16 << 10) > 227 << 10
 
 
 class FakeContext:
@@ -94,11 +80,3 @@ def test_what_the_sweep_wrote_is_what_a_step_gets(monkeypatch: pytest.MonkeyPatc
     assert kernels.product_tile(H200, batch=9, **where) == kernels.product_rule(H200, batch=9, **where)
     assert kernels.ring_tile(H200, **where) == kernels.RingTile(1, 4, ahead=2)
     assert kernels.ring_tile(H200, **where | {"op": "out_residual"}) == ring_rule(14336)
-
-
-def test_a_step_in_which_the_persistent_kernel_did_not_run_gives_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it cannot; the settings all name fields of its tile."""
-    monkeypatch.setattr(product_tiles, "TOKENS", 40)
-    context = FakeContext()
-    product_tiles._sweep_persistent(context, load("random:llama-tiny", dtype="float32"))  # type: ignore[arg-type]
-    assert [metric for metric, _ in context.rows] == ["skipped"] * len(product_tiles.persistent_ways())

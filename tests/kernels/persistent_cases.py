@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from pdlab.kernels.decode_stack import DecodeStack, StackTile
 from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.ops import LayerWeights, NormWeights, RopeTable
-from pdlab.kernels.persistent_decode import Stack, StackTile
 from pdlab.kernels.reference import ReferenceOps
 
 
@@ -27,7 +27,6 @@ class StackCase:
     dtype: str = "float32"
     device: str = "cpu"
     programs: int = 1
-    parts: int = 1  # of a head's cache; they need no program each
     tile: dict[str, Any] | None = None
     seed: int = 0
 
@@ -76,20 +75,9 @@ class StackCase:
             positions=numbers(last), max_q=1, max_kv=self.length, host_lens=((1, self.length),),
         )  # fmt: skip
 
-    def ring_stack(self, layers: list[LayerWeights]) -> Any:
-        """On Hopper, the kernel whose weights come by a ring."""
-        from pdlab.kernels.ring_stack import RingStack, StackTile
-
+    def stack(self, layers: list[LayerWeights]) -> DecodeStack:
         heads = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
-        return RingStack(layers, **heads, programs=self.programs, tile=StackTile(**(self.tile or {})))
-
-    def stack(self, layers: list[LayerWeights]) -> Any:
-        if self.device == "cuda":
-            return self.ring_stack(layers)
-        small = {"lines": 32, "segment": 16, "keys": 16, "fetch": False, "patience": 10_000}
-        tile = StackTile(**(small if self.device == "cpu" else {}) | (self.tile or {}))
-        heads = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
-        return Stack(layers, **heads, programs=self.programs, parts=self.parts, tile=tile)
+        return DecodeStack(layers, **heads, programs=self.programs, tile=StackTile(**(self.tile or {})))
 
 
 def exact(x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable, view: KVView) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Compiles (never runs) the persistent decode kernel for catalogue models, and prints what each takes, as JSON.
 
-    python persistent_compile_worker.py '["llama-1b", ...]'
+    python persistent_compile_worker.py '[["llama-1b", true], ...]'      true: pages, false: extents
 
 Run in a process without TRITON_INTERPRET, under which nothing would be compiled.
 """
@@ -11,43 +11,35 @@ import json
 import sys
 from typing import Any
 
-import triton
-from compile_worker import resources
-from fused_compile_worker import POINTERS
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_worker import ahead_of_time, resources
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from pdlab.kernels.persistent_decode import StackTile, kernel_constants, most_parts, persistent_decode_kernel
+from pdlab.kernels.decode_stack import StackTile, kernel_constants
+from pdlab.kernels.persistent_decode import persistent_decode_kernel
 from pdlab.models.catalogue import config_of
 
-PROGRAMS = 132
-TYPES = POINTERS | dict.fromkeys(("OUT_X", "ATTN"), "*bf16") | dict.fromkeys(("OFFSETS", "BASE"), "*i64")
-TYPES |= dict.fromkeys(("TABLE", "LENGTHS", "FAILED"), "*i32") | dict.fromkeys(("PART_O", "PART_M", "PART_L"), "*fp32")
-TYPES |= dict.fromkeys(("eps_attn", "eps_mlp", "scale_log2"), "fp32")
+FLOATS = ("eps_attn", "eps_mlp", "scale_log2")
+WEIGHTS = ("QKV", "OUT", "UP", "DOWN")
+BF16 = ("X", "OUT_X", "ATTN_NORM", "MLP_NORM", "KC", "VC", "Q", "ATTN", "U")
+FP32 = ("COS", "SIN", "PART_O", "PART_M", "PART_L")
+INT64 = ("POSITIONS", "SLOTS", "BASE")
+INT32 = ("LENGTHS", "TABLE", "COUNT", "FAILED")
 
 
 def compile_for(model: str, paged: bool) -> dict[str, Any]:
-    c, tile = config_of(model), StackTile()
-    shape = (c.hidden_size, c.ffn_size, c.num_heads, c.num_kv_heads, c.head_dim)
-    parts = most_parts(PROGRAMS, *shape[2:])
-    fixed = kernel_constants(tile, *shape, parts) | {"PAGED": paged, "PAGE": 16 if paged else 1}
-    names = persistent_decode_kernel.arg_names
-    signature = {n: "constexpr" if n in fixed else TYPES.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n == "kv_stride"]
-    source = ASTSource(
-        fn=persistent_decode_kernel,
-        signature=signature,
-        constexprs={(names.index(n),): value for n, value in fixed.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    options = {"num_warps": tile.warps, "launch_cooperative_grid": True}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    c = config_of(model)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    fixed = kernel_constants(StackTile(), c.hidden_size, c.ffn_size, c.num_heads, c.num_kv_heads, c.head_dim, 16)
+    fixed = fixed | {"PAGED": paged, "PAGE": 16 if paged else 1}
+    types = {name: f"tensordesc<bf16{[64, 64]},{layout!r}>" for name in WEIGHTS}
+    types |= dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | dict.fromkeys(FLOATS, "fp32")
+    types |= dict.fromkeys(INT64, "*i64") | dict.fromkeys(INT32, "*i32") | {"kv_stride": "i64"}
+    built = ahead_of_time(persistent_decode_kernel, GluonASTSource, fixed, types, (9, 0), 4, launch_cooperative_grid=True)
     ptx = built.asm["ptx"]
     return {
         "shared": built.metadata.shared,
-        "wide copies": ptx.count("cp.async.cg.shared.global"),
-        "acquires": ptx.count("global.gpu.acquire"),
-        "prefetches": ptx.count("prefetch.global.L2"),
+        "acquires": ptx.count("ld.acquire.gpu.global"),
     } | resources(built.asm["cubin"])
 
 

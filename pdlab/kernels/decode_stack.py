@@ -1,0 +1,186 @@
+"""What the persistent decode kernel needs of a model: its weights stacked by kind, and the memory its programs meet in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pdlab.kernels.flash_decode import LOG2E
+from pdlab.kernels.persistent_decode import keys_of, persistent_decode_kernel
+from pdlab.kernels.ring_product import LINES, PANEL, SEGMENTS
+from pdlab.kernels.tuning import first_match, table
+
+if TYPE_CHECKING:
+    from pdlab.kernels.kv_view import KVView
+    from pdlab.kernels.ops import LayerWeights, RopeTable
+    from pdlab.kernels.tuning import Tuning
+
+LINEAR = ("qkv", "out", "up", "down")
+NORMS = ("attn_norm", "mlp_norm")
+SHARED = 215 << 10  # bytes of shared memory for the ring and the activation; the rest is for exchanges between warps
+
+
+@dataclass(frozen=True)
+class StackTile:
+    """How the kernel is cut."""
+
+    panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
+    stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
+    patience: int = 1 << 18  # looks at a counter before a wait gives up: about 0.2 s
+
+    def stages_for(self, longest: int) -> int:
+        """`longest`: elements of the longest vector that a product reads."""
+        return self.stages or min(12 // self.panels, (SHARED - 2 * longest) // (self.panels << 14))
+
+
+def stack_weights(layers: list[LayerWeights]) -> dict[str, torch.Tensor]:
+    """Each kind of weight of all layers as one tensor [layers, ...]; the layers' own become views of it, so that the weights
+    are held once. One kind at a time is there twice while this goes on; what is stacked already is left as it is."""
+    stacked = {}
+    for name in LINEAR:
+        own = [getattr(w, name) for w in layers]
+        one = _as_one(own)
+        if one is None:
+            one = torch.stack(own)
+            for w, view in zip(layers, one, strict=True):
+                setattr(w, name, view)
+        stacked[name] = one
+        del own  # before the next kind is copied
+    for name in NORMS:
+        stacked[name] = torch.stack([getattr(w, name).weight for w in layers])
+    for w, after in pairwise(layers):
+        w.following = after.qkv
+    return stacked
+
+
+def _as_one(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor [n, ...] that contiguous tensors of one shape are, if they lie one after the other in one allocation."""
+    first, size = tensors[0], tensors[0].numel()
+    for i, t in enumerate(tensors):
+        same = t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and t.is_contiguous()
+        if not same or t.storage_offset() != first.storage_offset() + i * size:
+            return None
+    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+
+
+class DecodeStack:
+    """A model's layers for the persistent kernel: vectors between phases, partial results, counters.
+
+    Kept between launches, so that a captured graph finds it where it was. Launches that share it must not run at the same time.
+    """
+
+    def __init__(
+        self, layers: list[LayerWeights], *, heads: int, kv_heads: int, head_dim: int, programs: int,
+        tile: StackTile | None = None,
+    ) -> None:  # fmt: skip
+        """`programs` are all resident at once: no more than there are multiprocessors."""
+        w = layers[0]
+        device, dtype = w.qkv.device, w.qkv.dtype
+        self.layers, self.heads, self.kv_heads, self.head_dim = layers, heads, kv_heads, head_dim
+        self.tile, self.programs = tile or StackTile(), programs
+        if programs < kv_heads:
+            raise ValueError(f"{programs} programs cannot take a KV head each of {kv_heads}")
+        self.hidden, self.ffn = w.qkv.shape[1], w.down.shape[1]
+        self.eps = w.attn_norm.eps, w.mlp_norm.eps
+        self.parts = 1 << (min(16, max(1, programs // kv_heads)).bit_length() - 1)  # of a head's cache, at most
+        stacked = stack_weights(layers)
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        self.weights = [
+            TensorDescriptor.from_tensor(
+                stacked[n].view(-1, stacked[n].shape[2] // SEGMENTS), [LINES.value, PANEL.value], layout
+            )
+            for n in LINEAR
+        ]
+        self.norms = [stacked[n] for n in NORMS]
+        self.q, self.attn = (torch.empty(heads * head_dim, dtype=dtype, device=device) for _ in "qa")
+        self.u = torch.empty(self.ffn, dtype=dtype, device=device)
+        rows = self.parts * heads
+        self.part_o = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
+        self.part_m, self.part_l = (torch.empty(rows, dtype=torch.float32, device=device) for _ in "ml")
+        # counters of every layer, programs that have left, and those that gave up
+        self.count = torch.zeros(len(layers) * (5 + kv_heads) + 2, dtype=torch.int32, device=device)
+        self.failed = torch.zeros(1, dtype=torch.int32, device=device)  # launches in which a wait passed its bound
+
+    def __call__(self, x: torch.Tensor, rope: RopeTable, view: KVView) -> torch.Tensor:
+        """The residual stream [1, H] behind the last layer, of x [1, H], contiguous. One request; view.k is of all layers."""
+        out = torch.empty_like(x)
+        parts = max(1, min(self.parts, triton.cdiv(view.max_kv, keys_of(self.head_dim))))
+        persistent_decode_kernel[(self.programs,)](
+            x, out, *self.weights, *self.norms, rope.cos, rope.sin, view.positions, view.slots, view.seq_lens,
+            view.block_table, view.base, view.k, view.v, self.q, self.attn, self.u, self.part_o, self.part_m, self.part_l,
+            self.count, self.failed, view.k.stride(0), *self.eps, LOG2E * self.head_dim**-0.5, len(self.layers), parts,
+            self.tile.patience, **self.constants(), PAGED=view.kind == "paged", PAGE=view.page_size,
+            num_warps=4, launch_cooperative_grid=self.programs > 1,
+        )  # fmt: skip
+        return out
+
+    def constants(self) -> dict[str, int]:
+        """The kernel's compile-time arguments, all but the cache's."""
+        return kernel_constants(self.tile, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.parts)
+
+
+def kernel_constants(
+    tile: StackTile, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, parts: int
+) -> dict[str, int]:
+    """The kernel's compile-time arguments, all but the cache's."""
+    return {
+        "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
+        "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
+        "STAGES": tile.stages_for(max(hidden, ffn, heads * head_dim)),
+    }  # fmt: skip
+
+
+def stack_of(layers: list[LayerWeights], head_dim: int, tile: StackTile | None = None) -> DecodeStack | None:
+    """A DecodeStack for these layers on their GPU, a program a multiprocessor; None where the kernel does not take them.
+
+    A program that can be launched at all is resident, one a multiprocessor; where another process has been given some of them
+    the cooperative launch is refused with an error.
+    """
+    if not stack_fits(layers, head_dim):
+        return None
+    first = layers[0]
+    programs = torch.cuda.get_device_properties(first.qkv.device).multi_processor_count
+    heads = first.out.shape[1] // head_dim
+    kv_heads = (len(first.qkv) // head_dim - heads) // 2
+    if kv_heads > programs:
+        return None
+    return DecodeStack(layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, programs=programs, tile=tile)
+
+
+def stack_key(layers: list[LayerWeights]) -> dict[str, int]:
+    """What names these layers in a device's tuning table."""
+    first = layers[0]
+    return {"layers": len(layers), "hidden": first.qkv.shape[1], "packed": first.qkv.shape[0], "ffn": first.down.shape[1]}
+
+
+def measured_tile(tuning: Tuning, layers: list[LayerWeights], kv: int) -> StackTile | None:
+    """The tile that the device's table ("persistent_decode") has for these layers and up to `kv` cached tokens; None where it
+    was never measured to be faster than the other kernels."""
+    entry = first_match(table(tuning.device).get("persistent_decode", []), **stack_key(layers), kv=kv)
+    return StackTile(**{f.name: entry[f.name] for f in fields(StackTile) if f.name in entry}) if entry else None
+
+
+def stack_fits(layers: list[LayerWeights], head_dim: int) -> bool:
+    """Whether the kernel can take these layers: LLaMA-like, all alike, 16 bits, sizes that the copy engine can cut."""
+    first = layers[0]
+    shapes = [getattr(first, name).shape for name in LINEAR]
+    for w in layers:
+        extras = (w.qkv_bias, w.out_bias, w.up_bias, w.down_bias, w.q_norm, w.k_norm, w.attn_norm.bias, w.mlp_norm.bias)
+        tensors = [getattr(w, name) for name in LINEAR]
+        if any(extra is not None for extra in extras) or [t.shape for t in tensors] != shapes:
+            return False
+        if any(t.element_size() != 2 or t.dtype != first.qkv.dtype for t in tensors):
+            return False
+        if (w.attn_norm.eps, w.mlp_norm.eps) != (first.attn_norm.eps, first.mlp_norm.eps):
+            return False
+    hidden, width, ffn = first.qkv.shape[1], first.out.shape[1], first.down.shape[1]
+    heads = width // head_dim
+    group = heads // max(1, (len(first.qkv) // head_dim - heads) // 2)
+    gated = first.up.shape[0] == 2 * ffn
+    return gated and all(k % 128 == 0 for k in (hidden, width, ffn)) and group <= 8 and head_dim in (64, 128)

@@ -1,0 +1,68 @@
+"""The sweep of rings and of the persistent kernel: sizes that fit, no time without the kernel, a table of what won."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdlab.bench import ring_tiles
+from pdlab.bench.records import Recorder
+from pdlab.bench.suites import Context
+from pdlab.hardware.probe import resolve_device
+from pdlab.kernels.product_tiles import ring_rule
+from pdlab.models.loading import load
+
+
+def test_rings_leave_shared_memory_for_x_and_a_whole_one_for_no_second() -> None:
+    for way, size in ring_tiles.ring_ways().items():
+        for k in (1024, 2048, 4096, 8192, 11008, 14336):
+            tile = size("out_residual", k)
+            held = tile.panels * tile.stages * (16 << 10) + 2 * k
+            assert held <= 227 << 10
+            assert tile.stages >= 2
+            if way.startswith("half"):
+                assert 2 * held <= 227 << 10, "the next kernel's ring finds room beside"
+        whole = ring_rule(4096)
+        assert 2 * whole.panels * whole.stages * (16 << 10) > 227 << 10
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    machine = resolve_device("cpu")
+    return Context(
+        machine, "smoke", Recorder("ring_tiles", machine.slug, out=tmp_path / "measurements"), 60, say=lambda line: None
+    )
+
+
+def test_a_step_in_which_the_persistent_kernel_did_not_run_gives_no_time_and_no_entry(context: Context, tmp_path: Path) -> None:
+    """Here it cannot; the settings all name fields of its tile."""
+    pytest.importorskip("triton")
+    loaded = load("random:llama-tiny", dtype="float32")
+    ring_tiles._sweep_persistent(context, loaded, "whole", 1.0)
+    assert [row.metric for row in context.record.rows] == ["step_latency"] * len(ring_tiles.persistent_ways())
+    assert all(row.status != "ok" for row in context.record.rows)
+
+
+@pytest.mark.parametrize(("faster_up_to", "most"), [(0, None), (512, 512), (2048, 2048), (9999, 8192)])
+def test_the_table_has_the_most_tokens_at_which_the_persistent_kernel_was_faster(
+    context: Context, monkeypatch: pytest.MonkeyPatch, faster_up_to: int, most: int | None
+) -> None:
+    pytest.importorskip("triton")
+    written: list[Any] = []
+
+    def step(ctx: Any, loaded: Any, way: str, *rest: Any, tokens: int = ring_tiles.TOKENS) -> float:
+        return 1.0 if not way.startswith("persistent") or tokens > faster_up_to else 0.5 if way == "persistent 2x" else 0.7
+
+    monkeypatch.setattr(ring_tiles, "_step", step)
+    monkeypatch.setattr(
+        "pdlab.bench._attention.write_table", lambda ctx, key, entries, replaced: written.append((key, entries))
+    )
+    ring_tiles._sweep_persistent(context, load("random:llama-tiny", dtype="float32"), "whole", 1.0)
+    [(key, entries)] = written
+    assert key == "persistent_decode"
+    assert [entry["max_kv"] for entry in entries] == ([] if most is None else [most])
+    assert all(entry["panels"] == 2 for entry in entries)
+    json.dumps(entries)
