@@ -81,12 +81,16 @@ def _best(
     LOGITS, ROOM, COUNT, turn, part, VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
     PAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit, as a key of the race: NaN counts as largest."""
-    top = tl.full((BLOCK,), _EMPTY, tl.int64)
+    """The largest logit, as a key of the race; NaN counts as infinite."""
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    at = tl.zeros((BLOCK,), tl.int32)
     for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
         v = first + tl.arange(0, BLOCK)
-        top = tl.maximum(top, race_key(tl.load(LOGITS + v, mask=v < VOCAB, other=float("-inf")), v))
-    return _met_best(top, ROOM, COUNT, turn, part, PARTS, PAD)
+        logits = tl.load(LOGITS + v, mask=v < VOCAB, other=float("-inf"))
+        logits = tl.where(logits == logits, logits, float("inf"))  # NaN must show, and no comparison finds it
+        at = tl.where(logits > top, v, at)
+        top = tl.maximum(top, logits)
+    return _met_best(race_key(top, at), ROOM, COUNT, turn, part, PARTS, PAD)
 
 
 @triton.jit
@@ -199,13 +203,16 @@ def _candidate(
     SPAN: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The best s + noise among tokens that rank before (s0, v0) and are not below `floor`."""
-    top = tl.full((BLOCK,), _EMPTY, tl.int64)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    at = tl.zeros((BLOCK,), tl.int32)
     for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
         v = first + tl.arange(0, BLOCK)
         s = _scaled(LOGITS, v, best, temperature, VOCAB)
         keep = ((s > s0) | ((s == s0) & (v < v0))) & (s >= floor) & (v < VOCAB)
-        top = tl.maximum(top, tl.where(keep, race_key(s + gumbel(v, key1, key2), v), _EMPTY))
-    return _met_best(top, ROOM, COUNT, turn, part, PARTS, PAD)
+        noisy = tl.where(keep, s + gumbel(v, key1, key2), float("-inf"))
+        at = tl.where(noisy > top, v, at)
+        top = tl.maximum(top, noisy)
+    return _met_best(race_key(top, at), ROOM, COUNT, turn, part, PARTS, PAD)
 
 
 @triton.jit
