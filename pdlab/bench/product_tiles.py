@@ -45,23 +45,23 @@ def shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 # (weight rows, elements of a step, warps, stages, slices) for up to 8, 32 and 64 activation rows
 SIZES = {
-    8: ((64, 128, 4, 4, 1), (64, 128, 4, 6, 1), (32, 256, 4, 4, 4), (16, 512, 4, 4, 4), (16, 512, 8, 5, 8)),
-    32: ((64, 128, 4, 3, 1), (64, 64, 4, 4, 1), (128, 64, 8, 4, 1), (256, 64, 8, 3, 1), (32, 256, 4, 3, 4)),
-    64: ((64, 64, 4, 4, 1), (64, 128, 4, 3, 1), (128, 64, 8, 4, 1), (128, 64, 4, 4, 1), (256, 64, 8, 4, 1)),
+    8: ((64, 128, 4, 4, 1), (16, 512, 4, 4, 4)),
+    32: ((64, 128, 4, 4, 1), (64, 128, 4, 3, 1)),
+    64: ((64, 128, 4, 3, 1), (64, 64, 4, 4, 1), (128, 64, 8, 4, 1)),
 }
-# (weight rows, warps, stages) of staged_product, the same
+# (weight rows, warps, stages, pieces asked into L2 together) of staged_product, the same
 STAGED = {
-    8: ((128, 4, 6), (128, 4, 12)),
-    32: ((128, 4, 5), (128, 4, 10), (256, 8, 6)),
-    64: ((128, 4, 4), (128, 4, 9), (256, 8, 5)),
+    8: ((128, 4, 6, 0), (128, 4, 6, 4), (128, 4, 12, 0), (128, 4, 12, 4)),
+    32: ((128, 4, 5, 0), (128, 4, 5, 4), (128, 4, 10, 0), (128, 4, 10, 4)),
+    64: ((128, 4, 4, 0), (128, 4, 4, 4), (128, 4, 9, 0), (128, 4, 9, 4), (256, 8, 5, 4)),
 }
 SHARES = (2, 3, 4, 6, 8)  # programs that may share a tile
 
 
 def held_bytes(tile: ProductTile, columns: int, itemsize: int = 2) -> int:
     """Shared memory of a program. Matrix instructions that read operands there while the next tile comes (Hopper's, which need
-    16 columns and all warps on one tile) take a tile more than those that load them into registers first."""
-    there = tile.stages if tile.tma or (columns >= 16 and tile.slices == 1) else tile.stages - 1
+    all warps on one tile) take a tile more than those that load them into registers first."""
+    there = tile.stages if tile.tma or tile.slices == 1 else tile.stages - 1
     return there * (tile.rows + columns) * tile.k * itemsize
 
 
@@ -77,7 +77,7 @@ def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int
     size = min(size for size in SIZES if batch <= size)
     sizes = [replace(rule, rows=r, k=tile_k, warps=w, stages=s, slices=slices) for r, tile_k, w, s, slices in SIZES[size]]
     if tuning.capability == (9, 0):
-        sizes += [replace(rule, rows=r, k=64, warps=w, stages=s, tma=True) for r, w, s in STAGED[size]]
+        sizes += [replace(rule, rows=r, k=64, warps=w, stages=s, fetch=f, tma=True) for r, w, s, f in STAGED[size]]
     for tile in sizes:
         rows, tile_k = tile.rows, tile.k
         while tile.stages > 3 and held_bytes(tile, columns) + 2048 > tuning.shared_bytes:
@@ -85,15 +85,17 @@ def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int
         held = held_bytes(tile, columns) + 1024
         if held > tuning.shared_bytes - 1024 or tile_k > k:
             continue
-        room = min(tuning.shared_bytes // held, 16 // tile.warps) * tuning.multiprocessors
+        room = min(tuning.shared_bytes // held, (8 if tile.tma else 16) // tile.warps) * tuning.multiprocessors
         tiles = -(-outputs // rows)
         fitting = [1] + [s for s in SHARES if tiles * s <= room and k % (tile_k * s) == 0 and k // (tile_k * s) >= 2]
+        if tile.tma:
+            fitting = [s for s in fitting if s & (s - 1) == 0]
         if (tiles > room and rows < columns) or (rows < 32 and tiles > room):
             continue  # x, which every tile reads again, would be most of what is read
         ask = max(1, (32 << 10) // rows // tile_k)
         for split in {fitting[-1], max(s for s in fitting if 2 * s <= fitting[-1] or s == 1)}:
             fetch = 1 << (min(ask, k // split // tile_k).bit_length() - 1)
-            found = replace(tile, split=split, fetch=fetch if rule.pdl and not tile.tma else 0)
+            found = replace(tile, split=split, fetch=tile.fetch if tile.tma else fetch if rule.pdl else 0)
             if found not in seen and tiles * split >= 0.7 * tuning.multiprocessors:
                 seen.add(found)
                 yield found

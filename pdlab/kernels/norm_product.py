@@ -79,7 +79,7 @@ def norm_product(
         from pdlab.kernels import staged_product as staged
 
         if normed and activation != GELU and staged.fits(x, weight, bias, tile):
-            return staged.staged_norm_product(x, weight, activation == SWIGLU, tile, columns, workspace)
+            return staged.staged_norm_product(x, weight, activation == SWIGLU, tile, workspace)
         tile = replace(tile, tma=False)
     width = weight.shape[0] // 2 if activation == SWIGLU else weight.shape[0]
     tiles = triton.cdiv(weight.shape[0], tile.rows)

@@ -96,7 +96,7 @@ def norm_qkv_rope(
 
         whole_heads = not tile.rows % dim and not heads % (tile.rows // dim) and not kv_heads % (tile.rows // dim)
         if normed and rope is not None and whole_heads and staged.fits(x, w.qkv, w.qkv_bias, tile):
-            return staged.staged_qkv_rope(x, w.qkv, rope, view, tile, columns, workspace)
+            return staged.staged_qkv_rope(x, w, rope, view, tile, workspace)
         tile = replace(tile, tma=False)
     tiles = triton.cdiv((heads + 2 * kv_heads) * dim, tile.rows)
     part, count = workspace.fit(tiles, tile, columns)

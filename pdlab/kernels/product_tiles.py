@@ -26,6 +26,9 @@ class ProductTile:
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     tma: bool = False  # tiles by the copy engine; Hopper, several activation rows: staged_product, or the vocabulary's product
     slices: int = 1  # of a step's elements, one a warp: 1 or `warps`; several activation rows
+    # by staged_product's QKV, into L2 while attention runs: percent of the output projection, columns of each row of up
+    ask_out: int = 0
+    ask_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class RingTile:
 
 
 def columns_of(batch: int) -> int:
-    """Activation rows as the kernels hold them: 1, or a power of two from 8 on."""
-    return 1 if batch == 1 else max(8, 1 << (batch - 1).bit_length())
+    """Activation rows as the kernels hold them: 1, or a power of two from 16 on."""
+    return 1 if batch == 1 else max(16, 1 << (batch - 1).bit_length())
 
 
 def product_tile(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> ProductTile:
@@ -93,5 +96,7 @@ def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> P
     split, programs = 1, (3 if columns <= 32 else 2) * tuning.multiprocessors
     while split < 8 and outputs // rows * split * 2 <= programs and k // (tile_k * split * 2) >= 4:
         split *= 2
+    if columns == 64 and outputs // rows * split > tuning.multiprocessors:
+        stages = min(stages, 3)  # room for two programs: a second wave would cost more than a fourth stage brings
     fetch = 512 // tile_k if pdl and 512 * split <= k else 0
     return ProductTile(rows, tile_k, split, 0, fetch, warps, stages, pdl, tma)

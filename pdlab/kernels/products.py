@@ -266,9 +266,9 @@ class Workspace:
         if self.part.numel() < floats:
             self._outgrown.append(self.part)
             self.part = torch.empty(floats, dtype=torch.float32, device=self.device)
-        if tile.split > 1 and self.count.numel() < tiles:
+        if tile.split > 1 and self.count.numel() < 2 * tiles:  # programs that came, and programs that went
             self._outgrown.append(self.count)
-            self.count = torch.zeros(tiles, dtype=torch.int32, device=self.device)
+            self.count = torch.zeros(2 * tiles, dtype=torch.int32, device=self.device)
         return self.part, self.count
 
 

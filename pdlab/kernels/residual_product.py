@@ -62,7 +62,7 @@ def residual_product(
         from pdlab.kernels import staged_product as staged
 
         if staged.fits(u, weight, bias, tile):
-            return staged.staged_residual_product(u, weight, x, tile, columns, workspace)
+            return staged.staged_residual_product(u, weight, x, tile, workspace)
         tile = replace(tile, tma=False)
     tiles = triton.cdiv(outputs, tile.rows)
     part, count = workspace.fit(tiles, tile, columns)

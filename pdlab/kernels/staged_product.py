@@ -3,10 +3,16 @@
 What products.products computes for normed rows (P = W x), by tiles of two halves of 64 or 128 weight rows. The copy engine
 brings W and x, 64 columns of both at a time, into STAGES places; the weights of the first STAGES are asked for before the wait
 for the kernel launched before, x behind it. Tensor cores take the halves as their tall operand and x, 8 to 64 columns, as the
-other. SPLIT programs share a tile's columns; the last to finish adds the parts, always in the same order.
+other. FETCH pieces of each weight row at a time go to L2 before the copy engine asks for them one by one: the memory reads 128
+bytes of a row more slowly than 512.
 
 The halves are partners: gates and values, rotary halves, or just rows (PARTNERS as in ring_product). So nothing is exchanged
 between threads before an output is complete, but for one turn that makes stores whole.
+
+SPLIT programs share a tile's columns. Each writes its products, waits for the others, and adds up its own share of the rows, in
+the same order always. They wait for each other, so all programs must be resident at once: `fits` sees to it. A program that
+is resident has all that it needs to finish: the kernels before it end without it, and those behind it begin when the last of
+its own has begun.
 
 No biases, K divisible by 64. Hopper only, compiled there and nowhere else. Oracle: reference.ReferenceOps. Twins for the
 interpreter: norm_product, norm_qkv_rope, residual_product, which call these where a tile has `tma`.
@@ -33,7 +39,7 @@ from pdlab.kernels.ring_product import barrier, launch_dependents, wait_for_the_
 
 if TYPE_CHECKING:
     from pdlab.kernels.kv_view import KVView
-    from pdlab.kernels.ops import RopeTable
+    from pdlab.kernels.ops import LayerWeights, RopeTable
     from pdlab.kernels.product_tiles import ProductTile
     from pdlab.kernels.products import Workspace
 
@@ -46,9 +52,36 @@ def result_layout(warps, columns):
 
 
 @gluon.constexpr_function
-def store_layout(warps):
-    """[weight rows, activation rows]: eight weight rows a thread, which lie side by side in the output."""
-    return gl.BlockedLayout([8, 1], [8, 4], [1, warps], [0, 1])
+def share_layout(rows, warps):
+    """[weight rows, activation rows] of what a program adds up: a thread's weight rows lie side by side in the output."""
+    each = min(8, rows // 4)
+    return gl.BlockedLayout([each, 1], [min(8, rows // each), 32 // min(8, rows // each)], [1, warps], [0, 1])
+
+
+@gluon.jit
+def ask_into_l2(NEXT, index, count, stride, BYTES: gl.constexpr):
+    """Asks for BYTES at element index * stride of NEXT to be brought into L2, where index < count; each thread its own."""
+    gl.inline_asm_elementwise(
+        f"{{ .reg .pred p; setp.lt.s32 p, $2, $3; @p cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0; }}",
+        "=r,l,r,r", [(NEXT + index.to(gl.int64) * stride).to(gl.int64), index, index * 0 + count],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _first_rows(tile, apart, at, HALF_ROWS: gl.constexpr, PARTNERS: gl.constexpr):
+    """The weight rows of row `at` of each half of a tile."""
+    pair = tile * HALF_ROWS + at
+    if PARTNERS == 0:
+        a = pair + tile * HALF_ROWS
+        b = a + HALF_ROWS
+    elif PARTNERS == -1:
+        a = pair
+        b = apart + pair
+    else:
+        a = pair // PARTNERS * (2 * PARTNERS) + pair % PARTNERS
+        b = a + PARTNERS
+    return a, b
 
 
 @gluon.jit
@@ -57,25 +90,30 @@ def _ask_weights(places, full, WD, tile, column, stage, apart, HALF_ROWS: gl.con
     BOX: gl.constexpr = WD.block_shape[0]
     BOXES: gl.constexpr = HALF_ROWS // BOX
     for i in gl.static_range(BOXES):
-        pair = tile * HALF_ROWS + i * BOX
-        if PARTNERS == 0:
-            a = tile * (2 * HALF_ROWS) + i * BOX
-            b = a + HALF_ROWS
-        elif PARTNERS == -1:
-            a = pair
-            b = apart + pair
-        else:
-            a = pair // PARTNERS * (2 * PARTNERS) + pair % PARTNERS
-            b = a + PARTNERS
+        a, b = _first_rows(tile, apart, i * BOX, HALF_ROWS, PARTNERS)
         at = stage * (2 * BOXES) + i
         tma.async_copy_global_to_shared(WD, [a, column], full.index(stage), places.index(at), pred=ours)
         tma.async_copy_global_to_shared(WD, [b, column], full.index(stage), places.index(at + BOXES), pred=ours)
 
 
 @gluon.jit
+def _fetch_rows(
+    W, tile, apart, column, last, ours,
+    K: gl.constexpr, HALF_ROWS: gl.constexpr, PARTNERS: gl.constexpr, FETCH: gl.constexpr,
+):  # fmt: skip
+    """Asks for FETCH pieces of all rows of a tile, from `column` on, into L2: a row a thread."""
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, 2 * HALF_ROWS, THREADS)
+    a, b = _first_rows(tile, apart, lane % HALF_ROWS, HALF_ROWS, PARTNERS)
+    row = gl.where(lane < HALF_ROWS, a, b)
+    ask_into_l2(W + column, row, gl.where(ours, last + 1, 0), K, FETCH * COLUMNS * 2)
+
+
+@gluon.jit
 def begin_stages(
-    WD, XD, tile, first, apart,
-    PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
+    W, WD, XD, tile, first, apart, last,
+    K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
+    FETCH: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, x behind the wait; returns them and their barriers."""
     BOX: gl.constexpr = WD.block_shape[0]
@@ -86,30 +124,37 @@ def begin_stages(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
+    if FETCH:
+        for c in gl.static_range((STAGES + FETCH - 1) // FETCH):
+            _fetch_rows(W, tile, apart, (first + c * FETCH) * COLUMNS, last, True, K, HALF_ROWS, PARTNERS, FETCH)
     for s in gl.static_range(STAGES):
-        if s < PIECES:
-            mbarrier.expect(full.index(s), (2 * HALF_ROWS + BM) * COLUMNS * 2)
-            _ask_weights(places, full, WD, tile, (first + s) * COLUMNS, s, apart, HALF_ROWS, PARTNERS, True)
+        mbarrier.expect(full.index(s), (2 * HALF_ROWS + BM) * COLUMNS * 2)
+        _ask_weights(places, full, WD, tile, (first + s) * COLUMNS, s, apart, HALF_ROWS, PARTNERS, True)
     launch_dependents()
     wait_for_the_kernel_before()
     for s in gl.static_range(STAGES):
-        if s < PIECES:
-            tma.async_copy_global_to_shared(XD, [0, (first + s) * COLUMNS], full.index(s), xs.index(s))
+        tma.async_copy_global_to_shared(XD, [0, (first + s) * COLUMNS], full.index(s), xs.index(s))
     return places, xs, full
 
 
 @gluon.jit
 def staged_products(
-    places, xs, full, WD, XD, PART, COUNT, tile, first, apart,
-    PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTNERS: gl.constexpr,
+    W, places, xs, full, WD, XD, tile, first, apart, last,
+    K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
+    FETCH: gl.constexpr,
 ):  # fmt: skip
-    """(P of the first half, of the second, float32 [HALF_ROWS, BM] as result_layout has it; whether they are whole)."""
+    """P of the first half and of the second over this program's columns, float32 [HALF_ROWS, BM] as result_layout has it."""
     BM: gl.constexpr = XD.block_shape[0]
     ACC: gl.constexpr = result_layout(gl.num_warps(), BM)
     halves = places._reinterpret(WD.dtype, [STAGES * 2, HALF_ROWS, COLUMNS], WD.layout)
     a = gl.zeros([HALF_ROWS, BM], gl.float32, ACC)
     b = gl.zeros([HALF_ROWS, BM], gl.float32, ACC)
     for i in range(PIECES):
+        if FETCH:  # noqa: SIM102 - known when compiling, the other is not
+            if i % FETCH == 0:
+                ahead = i + (STAGES + FETCH - 1) // FETCH * FETCH
+                ours = ahead < PIECES
+                _fetch_rows(W, tile, apart, (first + ahead) * COLUMNS, last, ours, K, HALF_ROWS, PARTNERS, FETCH)
         stage = i % STAGES
         mbarrier.wait(full.index(stage), i // STAGES & 1)
         x = xs.index(stage).permute((1, 0))
@@ -119,183 +164,239 @@ def staged_products(
         a, b = warpgroup_mma_wait(2, deps=[a, b])
         barrier()
         later = i - 1 + STAGES
-        ours = (i > 0) & (later < PIECES)
+        more = (i > 0) & (later < PIECES)
         free = later % STAGES
-        mbarrier.expect(full.index(free), (2 * HALF_ROWS + BM) * COLUMNS * 2, pred=ours)
-        _ask_weights(places, full, WD, tile, (first + later) * COLUMNS, free, apart, HALF_ROWS, PARTNERS, ours)
-        tma.async_copy_global_to_shared(XD, [0, (first + later) * COLUMNS], full.index(free), xs.index(free), pred=ours)
+        mbarrier.expect(full.index(free), (2 * HALF_ROWS + BM) * COLUMNS * 2, pred=more)
+        _ask_weights(places, full, WD, tile, (first + later) * COLUMNS, free, apart, HALF_ROWS, PARTNERS, more)
+        tma.async_copy_global_to_shared(XD, [0, (first + later) * COLUMNS], full.index(free), xs.index(free), pred=more)
     a, b = warpgroup_mma_wait(0, deps=[a, b])
-    whole = True
-    if SPLIT > 1:
+    return a, b
+
+
+@gluon.jit
+def add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS: gl.constexpr, SPLIT: gl.constexpr, ROW: gl.constexpr):
+    """(P of this program's share of the rows of both halves, [HALF_ROWS / SPLIT, BM] in layout ROW; whether it leaves last)."""
+    if SPLIT == 1:
+        return gl.convert_layout(a, ROW), gl.convert_layout(b, ROW), 0
+    else:
+        BM: gl.constexpr = a.shape[1]
+        ACC: gl.constexpr = a.type.layout
+        SIZE: gl.constexpr = 2 * HALF_ROWS * BM  # of a part: weight rows lie side by side
         r = gl.expand_dims(gl.arange(0, HALF_ROWS, gl.SliceLayout(1, ACC)), 1)
-        at = r * BM + gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, ACC)), 0)
-        mine = PART + tile * (SPLIT * 2 * HALF_ROWS * BM) + at
-        gl.store(mine + gl.program_id(1) * (2 * HALF_ROWS * BM), a)
-        gl.store(mine + gl.program_id(1) * (2 * HALF_ROWS * BM) + HALF_ROWS * BM, b)
+        at = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, ACC)), 0) * HALF_ROWS + r
+        mine = PART + tile * (SPLIT * SIZE)
+        gl.store(mine + gl.program_id(1) * SIZE + at, a)
+        gl.store(mine + gl.program_id(1) * SIZE + HALF_ROWS * BM + at, b)
         barrier()  # every thread's stores come before the release below
-        whole = gl.atomic_add(COUNT + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-        if whole:
-            a = gl.zeros([HALF_ROWS, BM], gl.float32, ACC)
-            b = gl.zeros([HALF_ROWS, BM], gl.float32, ACC)
-            for p in gl.static_range(SPLIT):  # .cg: written by other SMs meanwhile
-                a += gl.load(mine + p * (2 * HALF_ROWS * BM), cache_modifier=".cg")
-                b += gl.load(mine + p * (2 * HALF_ROWS * BM) + HALF_ROWS * BM, cache_modifier=".cg")
-            gl.store(COUNT + tile, 0)  # for the next launch
-    return a, b, whole
+        arrived = gl.atomic_add(COUNT + tile, 1, sem="acq_rel", scope="gpu") + 1
+        while arrived < SPLIT:
+            arrived = gl.atomic_add(COUNT + tile, 0, sem="acquire", scope="gpu")
+        left = gl.atomic_add(COUNT + tiles + tile, 1, sem="relaxed", scope="gpu")  # its answer is not waited for until the end
+        n = gl.program_id(1) * (HALF_ROWS // SPLIT) + gl.arange(0, HALF_ROWS // SPLIT, gl.SliceLayout(1, ROW))
+        here = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, ROW)), 0) * HALF_ROWS + gl.expand_dims(n, 1)
+        pa = gl.load(mine + here, cache_modifier=".cg")  # written by other SMs during this launch, so read from L2
+        pb = gl.load(mine + HALF_ROWS * BM + here, cache_modifier=".cg")
+        for p in gl.static_range(1, SPLIT):
+            pa += gl.load(mine + p * SIZE + here, cache_modifier=".cg")
+            pb += gl.load(mine + p * SIZE + HALF_ROWS * BM + here, cache_modifier=".cg")
+        return pa, pb, left
+
+
+@gluon.jit
+def leave(COUNT, left, tile, tiles, SPLIT: gl.constexpr):
+    """The last of a tile's programs to go leaves the counters as they were, for the next launch."""
+    if SPLIT > 1:  # noqa: SIM102 - known when compiling, the other is not
+        if left == SPLIT - 1:
+            gl.store(COUNT + tile, 0)
+            gl.store(COUNT + tiles + tile, 0)
 
 
 @gluon.jit
 def staged_norm_product_kernel(
-    WD, XD, OUT, PART, COUNT, batch,
+    W, WD, XD, OUT, PART, COUNT, batch,
     WIDTH: gl.constexpr,  # outputs
     GATED: gl.constexpr,
-    PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    FETCH: gl.constexpr,
 ):  # fmt: skip
     PARTNERS: gl.constexpr = -1 if GATED else 0
-    tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(WD, XD, tile, first, WIDTH, PIECES, HALF_ROWS, STAGES, PARTNERS)
-    a, b, whole = staged_products(
-        places, xs, full, WD, XD, PART, COUNT, tile, first, WIDTH, PIECES, HALF_ROWS, STAGES, SPLIT, PARTNERS
-    )
-    if whole:
-        ROW: gl.constexpr = store_layout(gl.num_warps())
-        n = gl.expand_dims(gl.arange(0, HALF_ROWS, gl.SliceLayout(1, ROW)), 1)
-        m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
-        if GATED:
-            out = gl.convert_layout((a / (1.0 + gl.exp(-a)) * b).to(OUT.dtype.element_ty), ROW)
-            n += tile * HALF_ROWS
-            gl.store(OUT + m * WIDTH + n, out, mask=(n < WIDTH) & (m < batch))
-        else:
-            n += tile * (2 * HALF_ROWS)
-            gl.store(OUT + m * WIDTH + n, gl.convert_layout(a.to(OUT.dtype.element_ty), ROW), mask=(n < WIDTH) & (m < batch))
-            n += HALF_ROWS
-            gl.store(OUT + m * WIDTH + n, gl.convert_layout(b.to(OUT.dtype.element_ty), ROW), mask=(n < WIDTH) & (m < batch))
+    LAST: gl.constexpr = (2 * WIDTH if GATED else WIDTH) - 1
+    SHARE: gl.constexpr = HALF_ROWS // SPLIT
+    ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
+    tile, first, tiles = gl.program_id(0), gl.program_id(1) * PIECES, gl.num_programs(0)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH)
+    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH)
+    pa, pb, left = add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS, SPLIT, ROW)
+    n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
+    m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
+    if GATED:
+        n += tile * HALF_ROWS
+        out = (pa / (1.0 + gl.exp(-pa)) * pb).to(OUT.dtype.element_ty)
+        gl.store(OUT + m * WIDTH + n, out, mask=(n < WIDTH) & (m < batch))
+    else:
+        n += tile * (2 * HALF_ROWS)
+        gl.store(OUT + m * WIDTH + n, pa.to(OUT.dtype.element_ty), mask=(n < WIDTH) & (m < batch))
+        n += HALF_ROWS
+        gl.store(OUT + m * WIDTH + n, pb.to(OUT.dtype.element_ty), mask=(n < WIDTH) & (m < batch))
+    leave(COUNT, left, tile, tiles, SPLIT)
 
 
 @gluon.jit
 def staged_residual_product_kernel(
-    WD, XD, X, OUT, PART, COUNT, batch,
+    W, WD, XD, X, OUT, PART, COUNT, batch,
     OUTPUTS: gl.constexpr,
-    PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    FETCH: gl.constexpr,
 ):  # fmt: skip
-    ROW: gl.constexpr = store_layout(gl.num_warps())
-    tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(WD, XD, tile, first, 0, PIECES, HALF_ROWS, STAGES, 0)
-    n = tile * (2 * HALF_ROWS) + gl.expand_dims(gl.arange(0, HALF_ROWS, gl.SliceLayout(1, ROW)), 1)
+    SHARE: gl.constexpr = HALF_ROWS // SPLIT
+    ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
+    tile, first, tiles = gl.program_id(0), gl.program_id(1) * PIECES, gl.num_programs(0)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH)
+    n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1) + tile * (2 * HALF_ROWS)
     m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
     at = m * OUTPUTS + n
     keep_a = (n < OUTPUTS) & (m < batch)
     keep_b = (n + HALF_ROWS < OUTPUTS) & (m < batch)
     xa = gl.load(X + at, mask=keep_a, other=0.0)  # before the product, which takes longer than they to come
     xb = gl.load(X + at + HALF_ROWS, mask=keep_b, other=0.0)
-    a, b, whole = staged_products(places, xs, full, WD, XD, PART, COUNT, tile, first, 0, PIECES, HALF_ROWS, STAGES, SPLIT, 0)
-    if whole:
-        sum_a = gl.convert_layout(a, ROW) + xa.to(gl.float32)
-        sum_b = gl.convert_layout(b, ROW) + xb.to(gl.float32)
-        gl.store(OUT + at, sum_a.to(OUT.dtype.element_ty), mask=keep_a)
-        gl.store(OUT + at + HALF_ROWS, sum_b.to(OUT.dtype.element_ty), mask=keep_b)
+    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH)
+    pa, pb, left = add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS, SPLIT, ROW)
+    gl.store(OUT + at, (pa + xa.to(gl.float32)).to(OUT.dtype.element_ty), mask=keep_a)
+    gl.store(OUT + at + HALF_ROWS, (pb + xb.to(gl.float32)).to(OUT.dtype.element_ty), mask=keep_b)
+    leave(COUNT, left, tile, tiles, SPLIT)
 
 
 @gluon.jit
 def staged_qkv_rope_kernel(
-    WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, batch,
+    W, WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, NEXT, UP, batch,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
-    PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    NEXT_SIZE: gl.constexpr,  # elements of the output projection to ask into L2: what is read next but one
+    UP_ROWS: gl.constexpr, UP_COLUMNS: gl.constexpr,  # and the first UP_COLUMNS of each row of what follows it
+    K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    FETCH: gl.constexpr,
 ):  # fmt: skip
-    ROW: gl.constexpr = store_layout(gl.num_warps())
-    tile, first = gl.program_id(0), gl.program_id(1) * PIECES
+    LAST: gl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF - 1
+    SHARE: gl.constexpr = HALF_ROWS // SPLIT
+    ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
+    tile, first, tiles = gl.program_id(0), gl.program_id(1) * PIECES, gl.num_programs(0)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
+    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
+    if NEXT_SIZE:  # attention reads little where requests are few: meanwhile the memory brings what comes after it
+        threads = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        index = (tile * SPLIT + gl.program_id(1)) * (32 * gl.num_warps()) + threads
+        for start in range(0, NEXT_SIZE // 1024, tiles * (SPLIT * 32 * gl.num_warps())):
+            ask_into_l2(NEXT, index + start, NEXT_SIZE // 1024, 1024, 2048)
+        if UP_COLUMNS:
+            for start in range(0, UP_ROWS, tiles * (SPLIT * 32 * gl.num_warps())):
+                ask_into_l2(UP, index + start, UP_ROWS, K, UP_COLUMNS * 2)
+    pa, pb, left = add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS, SPLIT, ROW)
     # a tile's heads are all of queries, all of keys or all of values
-    pair = tile * HALF_ROWS + gl.expand_dims(gl.arange(0, HALF_ROWS, gl.SliceLayout(1, ROW)), 1)
+    of_share = gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
+    pair = tile * HALF_ROWS + gl.program_id(1) * SHARE + of_share
     m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
     head, d = pair // HALF, pair % HALF
     keep = (head < HEADS + 2 * KV_HEADS) & (m < batch)
-    places, xs, full = begin_stages(WD, XD, tile, first, 0, PIECES, HALF_ROWS, STAGES, HALF)
-    a, b, whole = staged_products(places, xs, full, WD, XD, PART, COUNT, tile, first, 0, PIECES, HALF_ROWS, STAGES, SPLIT, HALF)
-    if whole:
-        turned = tile * HALF_ROWS < (HEADS + KV_HEADS) * HALF
-        position = gl.load(POSITIONS + m, mask=(m < batch) & turned, other=0).to(gl.int32)
-        cos = gl.load(COS + position * HALF + d, mask=(m < batch) & turned, other=1.0)
-        sin = gl.load(SIN + position * HALF + d, mask=(m < batch) & turned, other=0.0)
-        pa, pb = gl.convert_layout(a, ROW), gl.convert_layout(b, ROW)
-        ra = (pa * cos - pb * sin).to(Q.dtype.element_ty)
-        rb = (pb * cos + pa * sin).to(Q.dtype.element_ty)
-        if tile * HALF_ROWS < HEADS * HALF:
-            to = Q + m * (HEADS * 2 * HALF) + (head * (2 * HALF) + d)
-            gl.store(to, ra, mask=keep)
-            gl.store(to + HALF, rb, mask=keep)
+    turned = tile * HALF_ROWS < (HEADS + KV_HEADS) * HALF
+    position = gl.load(POSITIONS + m, mask=(m < batch) & turned, other=0).to(gl.int32)
+    cos = gl.load(COS + position * HALF + d, mask=(m < batch) & turned, other=1.0)
+    sin = gl.load(SIN + position * HALF + d, mask=(m < batch) & turned, other=0.0)
+    ra = (pa * cos - pb * sin).to(Q.dtype.element_ty)
+    rb = (pb * cos + pa * sin).to(Q.dtype.element_ty)
+    if tile * HALF_ROWS < HEADS * HALF:
+        to = Q + m * (HEADS * 2 * HALF) + (head * (2 * HALF) + d)
+        gl.store(to, ra, mask=keep)
+        gl.store(to + HALF, rb, mask=keep)
+    else:
+        slot = gl.load(SLOTS + m, mask=m < batch, other=0)
+        row = (slot // PAGE * (KV_HEADS * PAGE) + slot % PAGE) * (2 * HALF)
+        cell = row + ((head - HEADS) % KV_HEADS * (PAGE * 2 * HALF) + d)
+        if turned:
+            gl.store(KC + cell, ra, mask=keep)
+            gl.store(KC + cell + HALF, rb, mask=keep)
         else:
-            slot = gl.load(SLOTS + m, mask=m < batch, other=0)
-            row = (slot // PAGE * (KV_HEADS * PAGE) + slot % PAGE) * (2 * HALF)
-            at = row + ((head - HEADS) % KV_HEADS * (PAGE * 2 * HALF) + d)
-            if turned:
-                gl.store(KC + at, ra, mask=keep)
-                gl.store(KC + at + HALF, rb, mask=keep)
-            else:
-                gl.store(VC + at, ra, mask=keep)
-                gl.store(VC + at + HALF, rb, mask=keep)
+            gl.store(VC + cell, ra, mask=keep)
+            gl.store(VC + cell + HALF, rb, mask=keep)
+    leave(COUNT, left, tile, tiles, SPLIT)
+
+
+def columns_of(tokens: int) -> int:
+    """Activation rows as these kernels hold them: a power of two from 8 on."""
+    return max(8, 1 << (tokens - 1).bit_length())
+
+
+def resident(tile: ProductTile, columns: int, multiprocessors: int) -> int:
+    """Programs of a tile that are certain to be resident at once, by the most shared memory and registers they can take."""
+    held = tile.stages * (tile.rows + columns) * 2 * COLUMNS.value + 2048
+    return multiprocessors * min((227 << 10) // held, 8 // tile.warps)
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: ProductTile) -> bool:
     """Whether these kernels can do the product that a tile with `tma` asks for."""
-    k = weight.shape[1]
-    return tile.tma and len(x) > 1 and bias is None and x.element_size() == 2 and k % (COLUMNS.value * tile.split) == 0
-
-
-def _launch(
-    x: torch.Tensor, weight: torch.Tensor, tile: ProductTile, columns: int, box: int
-) -> tuple[Any, Any, dict[str, Any]]:
-    """(what describes W and x to the copy engine, the compile-time arguments that all three kernels take)."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    wd = TensorDescriptor.from_tensor(weight, [box, COLUMNS.value], layout)
-    xd = TensorDescriptor.from_tensor(x, [columns, COLUMNS.value], layout)
-    return wd, xd, constants(tile, weight.shape[1])
+    outputs, k = weight.shape
+    able = tile.tma and len(x) > 1 and bias is None and x.element_size() == 2 and k % (COLUMNS.value * tile.split) == 0
+    if not able or tile.split == 1 or not x.is_cuda:
+        return able
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = triton.cdiv(outputs, tile.rows) * tile.split
+    even = tile.split & (tile.split - 1) == 0 and tile.rows // 2 // tile.split >= 4
+    return even and programs <= resident(tile, columns_of(len(x)), multiprocessors)
 
 
 def constants(tile: ProductTile, k: int) -> dict[str, Any]:
-    pieces = k // COLUMNS.value // tile.split
+    """The compile-time arguments that all three kernels take, and the launch's own."""
+    pieces, fetch = k // COLUMNS.value // tile.split, tile.fetch
+    while fetch > 1 and pieces % fetch:
+        fetch //= 2
     sizes = {"PIECES": pieces, "HALF_ROWS": tile.rows // 2, "STAGES": min(tile.stages, pieces), "SPLIT": tile.split}
-    return {**sizes, "num_warps": tile.warps, **({"launch_pdl": True} if tile.pdl else {})}
+    launch = {"num_warps": tile.warps, **({"launch_pdl": True} if tile.pdl else {})}
+    return {"K": k, "FETCH": fetch if fetch > 1 else 0, **sizes, **launch}
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, tile: ProductTile, box: int, workspace: Workspace) -> tuple[Any, ...]:
+    """(the grid; what describes W and x to the copy engine; parts and counters)."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    columns, tiles = columns_of(len(x)), triton.cdiv(len(weight), tile.rows)
+    wd = TensorDescriptor.from_tensor(weight, [box, COLUMNS.value], layout)
+    xd = TensorDescriptor.from_tensor(x, [columns, COLUMNS.value], layout)
+    return (tiles, tile.split), wd, xd, *workspace.fit(tiles, tile, columns)
 
 
 def staged_norm_product(
-    x: torch.Tensor, weight: torch.Tensor, gated: bool, tile: ProductTile, columns: int, workspace: Workspace
+    x: torch.Tensor, weight: torch.Tensor, gated: bool, tile: ProductTile, workspace: Workspace
 ) -> torch.Tensor:
     """[T, width] of normed x [T, K]: silu(g) * u of [g, u] = x W^T where `gated`, else x W^T."""
     width = len(weight) // 2 if gated else len(weight)
-    tiles = triton.cdiv(len(weight), tile.rows)
-    part, count = workspace.fit(tiles, tile, columns)
-    wd, xd, fixed = _launch(x, weight, tile, columns, tile.rows // 2)
+    grid, wd, xd, part, count = _launch(x, weight, tile, tile.rows // 2, workspace)
     out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
-    staged_norm_product_kernel[(tiles, tile.split)](wd, xd, out, part, count, len(x), WIDTH=width, GATED=gated, **fixed)
+    fixed = constants(tile, weight.shape[1])
+    staged_norm_product_kernel[grid](weight, wd, xd, out, part, count, len(x), WIDTH=width, GATED=gated, **fixed)
     return out
 
 
 def staged_residual_product(
-    u: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, tile: ProductTile, columns: int, workspace: Workspace
+    u: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, tile: ProductTile, workspace: Workspace
 ) -> torch.Tensor:
     """x [T, H] + u [T, K] @ weight [H, K]^T."""
-    tiles = triton.cdiv(len(weight), tile.rows)
-    part, count = workspace.fit(tiles, tile, columns)
-    wd, xd, fixed = _launch(u, weight, tile, columns, tile.rows // 2)
+    grid, wd, xd, part, count = _launch(u, weight, tile, tile.rows // 2, workspace)
     out = torch.empty_like(x)
-    staged_residual_product_kernel[(tiles, tile.split)](
-        wd, xd, x, out, part, count, len(x), OUTPUTS=len(weight), **fixed
-    )  # fmt: skip
+    fixed = constants(tile, weight.shape[1])
+    staged_residual_product_kernel[grid](weight, wd, xd, x, out, part, count, len(x), OUTPUTS=len(weight), **fixed)
     return out
 
 
 def staged_qkv_rope(
-    x: torch.Tensor, weight: torch.Tensor, rope: RopeTable, view: KVView, tile: ProductTile, columns: int, workspace: Workspace
+    x: torch.Tensor, w: LayerWeights, rope: RopeTable, view: KVView, tile: ProductTile, workspace: Workspace
 ) -> torch.Tensor:
-    """q [T, N, D] of normed x [T, H]; writes view.k and view.v at view.slots. Half a head divides half a tile."""
+    """q [T, N, D] of normed x [T, H]; writes view.k and view.v at view.slots. A tile holds whole heads of one kind."""
     kv_heads, page, dim = view.k.shape[1:]
-    heads = len(weight) // dim - 2 * kv_heads
-    tiles = triton.cdiv(len(weight), tile.rows)
-    part, count = workspace.fit(tiles, tile, columns)
-    wd, xd, fixed = _launch(x, weight, tile, columns, min(dim, tile.rows) // 2)
+    heads = len(w.qkv) // dim - 2 * kv_heads
+    grid, wd, xd, part, count = _launch(x, w.qkv, tile, min(dim, tile.rows) // 2, workspace)
     q = torch.empty((len(x), heads, dim), dtype=x.dtype, device=x.device)
-    staged_qkv_rope_kernel[(tiles, tile.split)](
-        wd, xd, rope.cos, rope.sin, view.positions, view.slots, q, view.k, view.v, part, count, len(x),
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page, **fixed,
+    alike = tile.ask_out and w.up.shape[1] == x.shape[1]
+    following = {"NEXT_SIZE": w.out.numel() * tile.ask_out // 100, "UP_ROWS": len(w.up) if alike else 0}
+    staged_qkv_rope_kernel[grid](
+        w.qkv, wd, xd, rope.cos, rope.sin, view.positions, view.slots, q, view.k, view.v, part, count, w.out, w.up, len(x),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page, UP_COLUMNS=tile.ask_up if alike else 0, **following,
+        **constants(tile, x.shape[1]),
     )  # fmt: skip
     return q

@@ -23,12 +23,12 @@ def test_candidates_fit_the_device_and_cover_all_of_k(tuning: Tuning, batch: int
         found = list(product_tiles.product_candidates(tuning, op, outputs, k, batch))
         assert len(found) > 1, "the rule has a rival"
         assert len(set(found)) == len(found), "nothing is timed twice"
-        columns = max(8, batch)
+        columns = max(16, batch)
         for tile in found:
             held = product_tiles.held_bytes(tile, columns)
             assert held < tuning.shared_bytes
             assert 1 < tile.rows * tile.split < outputs
-            assert tile.fetch * tile.k * tile.split <= k
+            assert tile.fetch * tile.k * (1 if tile.tma else tile.split) <= k
             assert tile.pdl == (tuning.capability >= (9, 0))
 
 

@@ -18,12 +18,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from pdlab.kernels import staged_product
 from pdlab.kernels.product_tiles import ProductTile
 
-TYPES = dict.fromkeys(("OUT", "X", "Q", "KC", "VC"), "*bf16") | dict.fromkeys(("PART", "COS", "SIN"), "*fp32")
+TYPES = dict.fromkeys(("W", "NEXT", "UP", "OUT", "X", "Q", "KC", "VC"), "*bf16") | dict.fromkeys(
+    ("PART", "COS", "SIN"), "*fp32"
+)
 TYPES |= {"POSITIONS": "*i64", "SLOTS": "*i64", "COUNT": "*i32", "batch": "i32"}
 
 
 def compile_job(name: str, k: int, columns: int, tile: dict[str, Any], box: int, fixed: dict[str, Any]) -> dict[str, Any]:
-    kernel, t = getattr(staged_product, name), ProductTile(k=64, ahead=0, fetch=0, pdl=True, tma=True, **tile)
+    kernel, t = getattr(staged_product, name), ProductTile(k=64, ahead=0, pdl=True, tma=True, **tile)
     names = kernel.arg_names
     constant = {n: v for n, v in (fixed | staged_product.constants(t, k)).items() if n in names}
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -16,13 +16,15 @@ pytest.importorskip("triton")
 from pdlab.kernels.product_tiles import ProductTile
 from pdlab.kernels.staged_product import constants, fits
 
-LLAMA = {"HEADS": 32, "KV_HEADS": 8, "PAGE": 16}
+LLAMA = {"HEADS": 32, "KV_HEADS": 8, "PAGE": 16, "NEXT_SIZE": 1 << 22, "UP_ROWS": 1 << 14, "UP_COLUMNS": 512}
 # name, k, activation rows held, tile, weight rows of a copy, sizes of the operation
 JOBS: list[tuple[str, int, int, dict[str, Any], int, dict[str, Any]]] = [
-    ("staged_norm_product_kernel", 4096, 64, {"rows": 256, "split": 1, "warps": 8, "stages": 5}, 128,
+    ("staged_norm_product_kernel", 4096, 64, {"rows": 256, "split": 1, "warps": 8, "stages": 5, "fetch": 4}, 128,
      {"WIDTH": 14336, "GATED": True}),
-    ("staged_residual_product_kernel", 8192, 32, {"rows": 128, "split": 8, "warps": 4, "stages": 5}, 64, {"OUTPUTS": 2048}),
-    ("staged_qkv_rope_kernel", 2048, 8, {"rows": 128, "split": 4, "warps": 4, "stages": 6}, 32, LLAMA | {"HALF": 32}),
+    ("staged_residual_product_kernel", 8192, 32, {"rows": 128, "split": 8, "warps": 4, "stages": 5, "fetch": 0}, 64,
+     {"OUTPUTS": 2048}),
+    ("staged_qkv_rope_kernel", 2048, 8, {"rows": 128, "split": 4, "warps": 4, "stages": 6, "fetch": 2}, 32,
+     LLAMA | {"HALF": 32}),
 ]  # fmt: skip
 MOST = 227 << 10  # bytes of shared memory a block may have at 9.0 (CUDA programming guide)
 
@@ -41,8 +43,8 @@ def test_the_kernels_compile_without_spills_and_fit(compile_environment: dict[st
 
 
 def test_a_ring_is_never_longer_than_what_goes_through_it() -> None:
-    tile = ProductTile(128, 64, 4, 0, 0, 4, 12, True, True)
-    assert constants(tile, 2048)["STAGES"] == constants(tile, 2048)["PIECES"] == 8
+    tile = ProductTile(128, 64, 4, 0, 16, 4, 12, True, True)
+    assert constants(tile, 2048)["STAGES"] == constants(tile, 2048)["PIECES"] == constants(tile, 2048)["FETCH"] == 8
 
 
 @pytest.mark.parametrize(
