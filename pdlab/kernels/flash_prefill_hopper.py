@@ -155,8 +155,9 @@ def plan(
         kernel,
         min(multiprocessors, most * units),
         (rows, keys, keys, rows),
-        ((dim**-0.5 if scale is None else scale) * LOG2E, batch, item_rows, min_q, int(in_order), units, share, group, at_once),
-        (heads * dim if out_stride is None else out_stride, dim, tile.block_n, tile.stages, tile.consumers, causal,
+        ((dim**-0.5 if scale is None else scale) * LOG2E, batch, item_rows, min_q, int(in_order), units, share, group, at_once,
+         (heads * dim if out_stride is None else out_stride) // 8),
+        (dim, tile.block_n, tile.stages, tile.consumers, causal,
          0 if tile.blocks else int(tile.turns), tile.once and not tile.blocks, tile.polynomial, view.page_size if paged else 0,
          kv_heads if paged else 0, pack, tile.places if tile.blocks else 2),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from pdlab.kernels import hopper_tiles as tiles
 from pdlab.kernels.flash_prefill_turns import load_tiles, make_barriers, mend_values, older_keys
 from pdlab.kernels.hopper_tiles import ROWS
-from pdlab.kernels.prefill_schedule import make_board, post_items, take_item, tiles_seen
+from pdlab.kernels.prefill_schedule import NUMBERS, TABLES, make_board, post_items, take_item, tiles_seen
 
 
 @gluon.jit
@@ -149,13 +149,10 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=["table_stride", "batch", "item_rows", "min_q", "in_order", "units", "share", "group", "units_at_once"],
-    do_not_specialize_on_alignment=["CU_Q", "LENS", "BASE", "TABLE", "COUNTER"],
-)
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TABLES)
 def flash_prefill_tasks_kernel(
     qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
-    group, units_at_once, OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    group, units_at_once, out_stride_8, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
     PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
@@ -175,7 +172,7 @@ def flash_prefill_tasks_kernel(
     inputs = (qd, kd, vd)
     shared = (qs, ks, vs)
     work = (TABLE, table_stride, share, group)
-    output = (OUT, od, OUT_STRIDE)
+    output = (OUT, od, out_stride_8)
     requests = (CU_Q, LENS, BASE, batch, item_rows, min_q, in_order)
     heads = (units, units_at_once)
     # constants stay constants only where they are written in the call itself

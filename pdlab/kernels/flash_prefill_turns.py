@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from pdlab.kernels import hopper_tiles as tiles
 from pdlab.kernels.hopper_tiles import ROWS
-from pdlab.kernels.prefill_schedule import make_board, post_items, take_item, tiles_seen
+from pdlab.kernels.prefill_schedule import NUMBERS, TABLES, make_board, post_items, take_item, tiles_seen
 
 
 @gluon.jit
@@ -100,6 +100,35 @@ def mend_values(
 
 
 @gluon.jit
+def unseen_tiles(
+    W: gl.constexpr, rows, newest, length, CONSUMERS: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Tiles of an item, its newest, that no row of consumer W sees: none or one, and none of fewer than three consumers'."""
+    if CAUSAL and CONSUMERS == 3 and BLOCK_N >= 2 * TOKENS:
+        all_seen = tiles_seen(0, rows, newest, length, CONSUMERS * TOKENS, BLOCK_N, CAUSAL)
+        return all_seen - tiles_seen(W, rows, newest, length, TOKENS, BLOCK_N, CAUSAL)
+    else:
+        return rows * 0
+
+
+@gluon.jit
+def skip_tile(
+    barriers, count, W: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr
+):
+    """Gives back the place of a tile that this consumer's rows do not see, and lets its turn pass."""
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _edge, _mending, _board = barriers
+    mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
+    mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
+    if not ONCE:
+        mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+    mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+    if TURNS:
+        tiles.wait_for_turn(W)
+        tiles.pass_turn((W + 1) % CONSUMERS)
+
+
+@gluon.jit
 def older_keys(
     q, ks, vs, barriers, acc, p, m, total, count, at_first, kept, clear, newest, scale, SCORES: gl.constexpr, W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
@@ -164,11 +193,12 @@ def _consumer(
     row, rows, _base, newest_key, length, _request, head, is_item = take_item(board, turn, 4)
     if TURNS and W == CONSUMERS - 1:
         tiles.pass_turn(0)
+    skip = unseen_tiles(W, rows, newest_key, length, CONSUMERS, TOKENS, BLOCK_N, CAUSAL)
     mbarrier.wait(q_full.index(W), 0, pred=is_item)
-    mbarrier.wait(k_full.index(0), 0, pred=is_item)
+    mbarrier.wait(k_full.index(skip), 0, pred=is_item)
     if TURNS:
         tiles.wait_for_turn(W)
-    s = warpgroup_mma(qs.index(W), ks.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(qs.index(W), ks.index(skip).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if TURNS:
         tiles.pass_turn((W + 1) % CONSUMERS)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -187,6 +217,8 @@ def _consumer(
         if CAUSAL:
             newest = gl.minimum(newest + W * TOKENS + lanes, length - 1)
             clear = (newest_key + 1) // BLOCK_N
+        count += skip
+        seen -= skip
         if not ONCE:
             mbarrier.arrive(k_empty.index(count % STAGES), count=1)
         if seen - 1 >= clear:
@@ -196,16 +228,20 @@ def _consumer(
         p = gl.convert_layout(exps.to(qs.dtype), OPERAND)
         tma.store_wait(0)  # the output before this one has left the place of its queries, where the next ones go
         mbarrier.arrive(q_empty.index(place), count=1, pred=turn > 1)
+        if skip > 0:
+            skip_tile(barriers, count - 1, W, STAGES, CONSUMERS, TURNS, ONCE)
+        skip = unseen_tiles(W, rows_, newest_key_, length_, CONSUMERS, TOKENS, BLOCK_N, CAUSAL)  # from here on the next item's
         acc, p, total, count, held = older_keys(
             q, ks, vs, barriers, acc, p, m, total, count, seen - 2, 0, clear, newest, scale, SCORES, W, BLOCK_N, STAGES,
             CONSUMERS, TURNS, ONCE, POLYNOMIAL,
         )  # fmt: skip
         # the first scores of the next item beside the last values of this one
         mbarrier.wait(q_full.index(place), turn // 2 & 1, pred=is_another)
-        mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=is_another)
+        first = count + 1 + skip
+        mbarrier.wait(k_full.index(first % STAGES), first // STAGES & 1, pred=is_another)
         if TURNS:
             tiles.wait_for_turn(W)
-        s = warpgroup_mma(qs.index(place), ks.index((count + 1) % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma(qs.index(place), ks.index(first % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
         if TURNS == 2:
             tiles.pass_turn((W + 1) % CONSUMERS)
         mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
@@ -228,17 +264,17 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
-@gluon.jit(
-    do_not_specialize=["table_stride", "batch", "item_rows", "min_q", "in_order", "units", "share", "group", "units_at_once"],
-    do_not_specialize_on_alignment=["CU_Q", "LENS", "BASE", "TABLE", "COUNTER"],
-)
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TABLES)
 def flash_prefill_turns_kernel(
     qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
-    group, units_at_once, OUT_STRIDE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    group, units_at_once, out_stride_8, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
     PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(PLACES == 2, "an item's queries and the next one's")
+    gl.static_assert(
+        CONSUMERS == 2 or STAGES >= 3, "who skips a tile waits for one further on while others read the one before"
+    )
     qs = tiles.room_for_queries(qd, 2 * CONSUMERS, HEAD, PACK)
     ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
     vs = tiles.room_for_tiles(vd, STAGES, BLOCK_N, HEAD, PAGE)
@@ -253,7 +289,7 @@ def flash_prefill_turns_kernel(
     inputs = (qd, kd, vd)
     shared = (qs, ks, vs)
     work = (TABLE, table_stride, share, group)
-    output = (OUT, od, OUT_STRIDE)
+    output = (OUT, od, out_stride_8)
     requests = (CU_Q, LENS, BASE, batch, item_rows, min_q, in_order)
     heads = (units, units_at_once)
     M: gl.constexpr = CONSUMERS * 64 // PACK

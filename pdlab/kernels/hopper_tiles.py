@@ -217,7 +217,7 @@ def write_out(acc, total, place, places, at, output, row, unit, left, HEAD: gl.c
     The copy engine takes a whole block of tokens; a block with fewer goes row by row, since what follows is another request's.
     The copy reads `place` (number `at` of `places`) after this returns: tma.store_wait before it is filled again.
     """
-    OUT, descriptor, token_stride = output
+    OUT, descriptor, stride_8 = output  # in units of 8 elements, so that the compiler knows that rows begin at 16 bytes
     TOKENS: gl.constexpr = ROWS // PACK
     whole = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, acc.type.layout))
     share = 1.0 / gl.where(whole == 0.0, 1.0, whole)
@@ -236,7 +236,7 @@ def write_out(acc, total, place, places, at, output, row, unit, left, HEAD: gl.c
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
         line = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         token = line % TOKENS
-        to = (row + token).to(gl.int64) * token_stride + (unit * PACK + line // TOKENS) * HEAD
+        to = (row + token).to(gl.int64) * (stride_8 * 8) + (unit * PACK + line // TOKENS) * HEAD
         lanes_d = gl.arange(0, HEAD, gl.SliceLayout(0, layout))
         out = place.load(layout)
         gl.store(OUT + gl.expand_dims(to, 1) + gl.expand_dims(lanes_d, 0), out, mask=gl.expand_dims(token < left, 1))

@@ -18,6 +18,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from pdlab.kernels.prefill_items import count_items, entry_of, item_by_length, item_in_order, items_of, rows_done
 
+# Arguments of both kernels that must not make kernels of their own: numbers, whatever they are, and tables wherever they begin
+NUMBERS = [
+    "table_stride",
+    "batch",
+    "item_rows",
+    "min_q",
+    "in_order",
+    "units",
+    "share",
+    "group",
+    "units_at_once",
+    "out_stride_8",
+]
+TABLES = ["CU_Q", "LENS", "BASE", "TABLE", "COUNTER"]
+
 
 @gluon.jit
 def tiles_seen(block, rows, newest, length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):

@@ -28,7 +28,7 @@ def compile_job(tile: HopperTile, head: int, page: int) -> dict[str, Any]:
     types = {name: f"tensordesc<bf16{shape},{layout!r}>" for name, shape in shapes.items()}
     types |= dict.fromkeys(("CU_Q", "LENS", "TABLE", "COUNTER"), "*i32") | {"OUT": "*bf16", "BASE": "*i64", "scale": "fp32"}
     fixed = {
-        "OUT_STRIDE": 32 * head, "HEAD": head, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "CONSUMERS": tile.consumers,
+        "HEAD": head, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "CONSUMERS": tile.consumers,
         "CAUSAL": True, "TURNS": 0 if tile.blocks else int(tile.turns), "ONCE": tile.once,
         "POLYNOMIAL": tile.polynomial, "PAGE": page, "KV_HEADS": 8 if page else 0, "PACK": tile.pack,
         "PLACES": tile.places,
