@@ -162,6 +162,34 @@ def test_the_profile_names_every_operation_and_leaves_a_trace(tmp_path: Path) ->
     assert set(_breakdown.OPERATIONS) <= names
 
 
+def test_a_kernel_belongs_to_the_operation_that_launched_it() -> None:
+    """Kernels run later than their launches, of which those of PyTorch and of the driver have different categories."""
+
+    def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = None, tid: int = 7) -> dict[str, Any]:
+        args = {} if correlation is None else {"correlation": correlation}
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+    events = [
+        event("user_annotation", "attention", 0, 10),
+        event("user_annotation", "down_residual", 20, 10),
+        event("user_annotation", "something else", 40, 10),
+        event("cuda_runtime", "cudaLaunchKernel", 2, 1, 1),
+        event("cuda_driver", "cuLaunchKernelEx", 5, 1, 2),
+        event("cuda_driver", "cuLaunchKernelEx", 25, 1, 3),
+        event("cuda_driver", "cuLaunchKernelEx", 45, 1, 4),
+        event("cuda_runtime", "cudaLaunchKernel", 26, 1, 5, tid=8),
+        event("kernel", "one", 100, 3.0, 1),
+        event("kernel", "two", 103, 4.0, 2),
+        event("kernel", "three", 110, 5.0, 3),
+        event("kernel", "outside every operation", 120, 6.0, 4),
+        event("kernel", "another thread's", 130, 7.0, 5),
+        event("kernel", "launched before the trace", 140, 8.0, 99),
+        event("gpu_user_annotation", "attention", 100, 40),
+    ]
+    assert _breakdown.attribute(events) == {"attention": 7.0, "down_residual": 5.0}
+    assert _breakdown.attribute(events[:3]) == {"attention": 10, "down_residual": 10}
+
+
 def test_ranges_change_no_result_and_hide_no_attribute() -> None:
     ops = SimpleNamespace(fused=True, attention=lambda q, view: q + view)
     ranged = _breakdown.RangedOps(ops)
