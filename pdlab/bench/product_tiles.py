@@ -1,7 +1,8 @@
 """The tiles of the fused decode kernels for several rows, swept product by product (single rows: see ring_tiles).
 
-`latency` of a product is microseconds a call in a graph over rotated weights, its sizes as parameters named tile_…; the fastest
-right one of each operation, shape and batch goes to tuning/<device>.json ("product_tiles").
+`latency` of a product is microseconds a call in a graph over rotated weights, its sizes as parameters named tile_…. What comes
+out fastest, by the copy engine and without it, then meets in whole steps: `step_latency`, ms, one row a set of tiles. The
+fastest set of each model and batch goes to tuning/<device>.json ("product_tiles").
 
 Needs a GPU of capability 8.0. Most of the time goes into compiling; what the budget does not reach is marked as
 skipped.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pdlab.kernels.products import Workspace
     from pdlab.kernels.tuning import Tuning
     from pdlab.models.config import ModelConfig
+    from pdlab.models.loading import Loaded
 
 NAME = "product_tiles"
 HELP = "sweep of the fused decode kernels' tile sizes; writes the device's tuning table"
@@ -56,6 +58,8 @@ STAGED = {
     64: ((128, 4, 4, 0), (128, 4, 4, 4), (128, 4, 9, 0), (128, 4, 9, 4), (256, 8, 5, 4)),
 }
 SHARES = (2, 3, 4, 6, 8)  # programs that may share a tile
+ASKED = ((100, 0), (100, 1), (100, 2), (0, 2))  # what QKV may ask for beside its own: ProductTile.ask_out, ask_up
+TOKENS = 640  # in each request's cache, in whole steps
 
 
 def held_bytes(tile: ProductTile, columns: int, itemsize: int = 2) -> int:
@@ -108,25 +112,94 @@ def run(ctx: Context) -> None:
     if reason := why_not("triton", ctx.machine.capability) or (None if ctx.machine.is_gpu else "tiles are timed on a GPU"):
         ctx.record.skip("latency", "us", reason, params={})
         return
+    from pdlab.bench.prefill_vs_decode import _load
+
     tuning = Tuning.of_device()
     for name in MODELS:
-        _sweep_products(ctx, config_of(name), tuning)
+        found = {batch: _sweep_products(ctx, config_of(name), tuning, batch) for batch in BATCHES}
+        loaded = _load(f"random:{name}", ctx)
+        chosen = {batch: _choose_in_steps(ctx, loaded, batch, found[batch]) for batch in BATCHES}
+        _write(ctx, loaded.config, chosen)
+        del loaded
 
 
-def _sweep_products(ctx: Context, config: ModelConfig, tuning: Tuning) -> None:
-    from pdlab.bench import _attention
-
+def _sweep_products(ctx: Context, config: ModelConfig, tuning: Tuning, batch: int) -> dict[str, list[ProductTile]]:
+    """Each operation's contenders: the fastest by itself first, then the fastest of those that use the copy engine if that does
+    not, or of the others if it does."""
+    found: dict[str, list[ProductTile]] = {}
     for op, (outputs, k) in shapes(config).items():
         if op == "projection_sample":
             continue
+        sweep = Product(ctx, config, op, outputs, k, batch)
+        times = [(us, tile) for tile in product_candidates(tuning, op, outputs, k, batch) if (us := sweep.time(tile))]
+        ranked = [tile for _, tile in sorted(times, key=lambda x: x[0])]
+        found[op] = ranked[:1] + [tile for tile in ranked if tile.tma != ranked[0].tma][:1]
+        if ranked:
+            ctx.say(f"  {config.name} {op} {batch}: {ranked[0]} {min(times, key=lambda x: x[0])[0]:.1f} us")
+    return found
+
+
+def _choose_in_steps(ctx: Context, loaded: Loaded, batch: int, found: dict[str, list[ProductTile]]) -> dict[str, ProductTile]:
+    """Of the contenders those with which a whole step is fastest, exchanged one operation after the other: what a kernel takes
+    depends on what runs before and behind it. QKV may ask for the weights of what comes after attention besides."""
+    chosen = {op: tiles[0] for op, tiles in found.items() if tiles}
+    if not chosen:
+        return chosen
+    fastest = _step(ctx, loaded, batch, chosen)
+    for op, tiles in found.items():
+        for tile in tiles[1:]:
+            chosen, fastest = _better(ctx, loaded, batch, (chosen, fastest), op, tile)
+    for out, up in ASKED if "norm_qkv_rope" in chosen and chosen["norm_qkv_rope"].tma else ():
+        tile = replace(chosen["norm_qkv_rope"], ask_out=out, ask_up=up)
+        chosen, fastest = _better(ctx, loaded, batch, (chosen, fastest), "norm_qkv_rope", tile)
+    return chosen
+
+
+def _better(
+    ctx: Context, loaded: Loaded, batch: int, best: tuple[dict[str, ProductTile], float], op: str, tile: ProductTile
+) -> tuple[dict[str, ProductTile], float]:
+    """The best tiles and their milliseconds, `tile` among them if a step is faster with it."""
+    changed = best[0] | {op: tile}
+    ms = _step(ctx, loaded, batch, changed)
+    return (changed, ms) if ms < best[1] else best
+
+
+def _step(ctx: Context, loaded: Loaded, batch: int, tiles: dict[str, ProductTile]) -> float:
+    """Milliseconds between the ends of successive steps, two in flight, also written as a row; inf where there are none."""
+    from pdlab.bench import _breakdown
+    from pdlab.bench import _stages as stages
+    from pdlab.hardware.timing import summarize
+
+    config = loaded.config
+    params = {"model": config.name, "batch": batch, "tokens": TOKENS, "dtype": ctx.dtype}
+    params |= {op: " ".join(f"{name}={value}" for name, value in asdict(tile).items()) for op, tile in tiles.items()}
+    if ctx.left() <= 0:
+        ctx.record.skip("step_latency", "ms", "the time budget ran out", params=params)
+        return float("inf")
+    try:
+        with _breakdown.step_of(loaded, stages.ALL, TOKENS, batch) as (executor, plan):
+            for op, tile in tiles.items():
+                executor.model.ops._tiles[(op, *shapes(config)[op], batch)] = tile
+            _breakdown.run_steps(executor, [plan(i) for i in range(4)], 1)
+            seconds = _breakdown.run_steps(executor, [plan(i) for i in range(4, 30)], 2)
+    except Exception as error:
+        ctx.record.skip("step_latency", "ms", f"{type(error).__name__}: {error}"[:200], params=params)
+        return float("inf")
+    timings = summarize([s * 1e3 for s in seconds], "ms")
+    ctx.record.add("step_latency", timings, params=params)
+    ctx.say(f"  {config.name}, {batch} rows: {timings.median:.3f} ms a step")
+    return timings.median
+
+
+def _write(ctx: Context, config: ModelConfig, chosen: dict[int, dict[str, ProductTile]]) -> None:
+    """Entries of the device's table, the smallest batch first."""
+    from pdlab.bench import _attention
+
+    for op, (outputs, k) in shapes(config).items():
         made = []
-        for batch in BATCHES:
-            sweep = Product(ctx, config, op, outputs, k, batch)
-            times = [(us, tile) for tile in product_candidates(tuning, op, outputs, k, batch) if (us := sweep.time(tile))]
-            if times:
-                us, best = min(times, key=lambda x: x[0])
-                ctx.say(f"  {config.name} {op} {batch}: {best} {us:.1f} us")
-                sizes = {"tile_k" if name == "k" else name: value for name, value in asdict(best).items()}
+        for batch, tiles in chosen.items():
+            if op in tiles:
+                sizes = {"tile_k" if name == "k" else name: value for name, value in asdict(tiles[op]).items()}
                 made.append({"op": op, "outputs": outputs, "k": k, "min_batch": 2, "max_batch": batch, **sizes})
         if made:
             _attention.write_table(ctx, "product_tiles", made, {"op": op, "outputs": outputs, "k": k})
@@ -149,9 +222,11 @@ def product_call(
 def compiled_products(tuning: Tuning) -> dict[str, Callable[[Context], None]]:
     """Every candidate of the sweep, called once on anything: jobs for pdlab.bench.compile_ahead."""
 
-    def job(ctx: Context, op: str, outputs: int, k: int, batch: int, tile: ProductTile) -> None:
+    def job(ctx: Context, name: str, op: str, outputs: int, k: int, batch: int, tile: ProductTile) -> None:
         import torch
 
+        from pdlab.bench.fused_norm_qkv_rope import make_arguments
+        from pdlab.kernels.norm_qkv_rope import norm_qkv_rope
         from pdlab.kernels.products import Workspace
 
         def empty(*shape: int) -> torch.Tensor:
@@ -159,9 +234,12 @@ def compiled_products(tuning: Tuning) -> dict[str, Callable[[Context], None]]:
 
         workspace = Workspace(torch.device(ctx.device))
         product_call(op, empty(batch, k), empty(outputs, k), empty(batch, outputs), tile, workspace)
+        if op == "norm_qkv_rope":  # the sweep leaves out what steps do
+            x, w, rope, view, _ = make_arguments(config_of(name), ctx, batch, 0)
+            norm_qkv_rope(x, w, rope, view, tile, workspace, normed=True)
 
     return {
-        f"{name} {op} {batch} {tile}": partial(job, op=op, outputs=outputs, k=k, batch=batch, tile=tile)
+        f"{name} {op} {batch} {tile}": partial(job, name=name, op=op, outputs=outputs, k=k, batch=batch, tile=tile)
         for name in MODELS
         for op, (outputs, k) in shapes(config_of(name)).items()
         if op != "projection_sample"

@@ -59,11 +59,11 @@ def share_layout(rows, warps):
 
 
 @gluon.jit
-def ask_into_l2(NEXT, index, count, stride, BYTES: gl.constexpr):
-    """Asks for BYTES at element index * stride of NEXT to be brought into L2, where index < count; each thread its own."""
+def ask_into_l2(at, index, count, BYTES: gl.constexpr):
+    """Asks for BYTES at each address to be brought into L2, where index < count; each thread its own."""
     gl.inline_asm_elementwise(
         f"{{ .reg .pred p; setp.lt.s32 p, $2, $3; @p cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0; }}",
-        "=r,l,r,r", [(NEXT + index.to(gl.int64) * stride).to(gl.int64), index, index * 0 + count],
+        "=r,l,r,r", [at.to(gl.int64), index, index * 0 + count],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def _fetch_rows(
     lane = gl.arange(0, 2 * HALF_ROWS, THREADS)
     a, b = _first_rows(tile, apart, lane % HALF_ROWS, HALF_ROWS, PARTNERS)
     row = gl.where(lane < HALF_ROWS, a, b)
-    ask_into_l2(W + column, row, gl.where(ours, last + 1, 0), K, FETCH * COLUMNS * 2)
+    ask_into_l2(W + column + row.to(gl.int64) * K, row, gl.where(ours, last + 1, 0), FETCH * COLUMNS * 2)
 
 
 @gluon.jit
@@ -211,7 +211,7 @@ def leave(COUNT, left, tile, tiles, SPLIT: gl.constexpr):
             gl.store(COUNT + tiles + tile, 0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["batch"])
 def staged_norm_product_kernel(
     W, WD, XD, OUT, PART, COUNT, batch,
     WIDTH: gl.constexpr,  # outputs
@@ -241,7 +241,7 @@ def staged_norm_product_kernel(
     leave(COUNT, left, tile, tiles, SPLIT)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["batch"])
 def staged_residual_product_kernel(
     W, WD, XD, X, OUT, PART, COUNT, batch,
     OUTPUTS: gl.constexpr,
@@ -266,12 +266,10 @@ def staged_residual_product_kernel(
     leave(COUNT, left, tile, tiles, SPLIT)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["batch", "out_pieces", "up_rows", "up_pieces"])
 def staged_qkv_rope_kernel(
-    W, WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, NEXT, UP, batch,
+    W, WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, batch, NEXT, UP, out_pieces, up_rows, up_pieces,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
-    NEXT_SIZE: gl.constexpr,  # elements of the output projection to ask into L2: what is read next but one
-    UP_ROWS: gl.constexpr, UP_COLUMNS: gl.constexpr,  # and the first UP_COLUMNS of each row of what follows it
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     FETCH: gl.constexpr,
 ):  # fmt: skip
@@ -281,14 +279,16 @@ def staged_qkv_rope_kernel(
     tile, first, tiles = gl.program_id(0), gl.program_id(1) * PIECES, gl.num_programs(0)
     places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
     a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
-    if NEXT_SIZE:  # attention reads little where requests are few: meanwhile the memory brings what comes after it
-        threads = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        index = (tile * SPLIT + gl.program_id(1)) * (32 * gl.num_warps()) + threads
-        for start in range(0, NEXT_SIZE // 1024, tiles * (SPLIT * 32 * gl.num_warps())):
-            ask_into_l2(NEXT, index + start, NEXT_SIZE // 1024, 1024, 2048)
-        if UP_COLUMNS:
-            for start in range(0, UP_ROWS, tiles * (SPLIT * 32 * gl.num_warps())):
-                ask_into_l2(UP, index + start, UP_ROWS, K, UP_COLUMNS * 2)
+    # attention reads little where requests are few; meanwhile the memory brings what comes after it: pieces of 2 KB of the
+    # output projection, and of what follows that the first up_pieces of 512 bytes of each row
+    threads = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    index = (tile * SPLIT + gl.program_id(1)) * (32 * gl.num_warps()) + threads
+    for start in range(0, out_pieces, tiles * (SPLIT * 32 * gl.num_warps())):
+        ask_into_l2(NEXT + (index + start).to(gl.int64) * 1024, index + start, out_pieces, 2048)
+    for start in range(0, up_rows * up_pieces, tiles * (SPLIT * 32 * gl.num_warps())):
+        here = index + start
+        at = UP + (here // up_pieces).to(gl.int64) * K + here % up_pieces * 256
+        ask_into_l2(at, here, up_rows * up_pieces, 512)
     pa, pb, left = add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS, SPLIT, ROW)
     # a tile's heads are all of queries, all of keys or all of values
     of_share = gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
@@ -392,11 +392,10 @@ def staged_qkv_rope(
     heads = len(w.qkv) // dim - 2 * kv_heads
     grid, wd, xd, part, count = _launch(x, w.qkv, tile, min(dim, tile.rows) // 2, workspace)
     q = torch.empty((len(x), heads, dim), dtype=x.dtype, device=x.device)
-    alike = tile.ask_out and w.up.shape[1] == x.shape[1]
-    following = {"NEXT_SIZE": w.out.numel() * tile.ask_out // 100, "UP_ROWS": len(w.up) if alike else 0}
+    up_rows = len(w.up) if tile.ask_up and w.up.dim() == 2 and w.up.shape[1] == x.shape[1] else 0
     staged_qkv_rope_kernel[grid](
-        w.qkv, wd, xd, rope.cos, rope.sin, view.positions, view.slots, q, view.k, view.v, part, count, w.out, w.up, len(x),
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page, UP_COLUMNS=tile.ask_up if alike else 0, **following,
-        **constants(tile, x.shape[1]),
+        w.qkv, wd, xd, rope.cos, rope.sin, view.positions, view.slots, q, view.k, view.v, part, count, len(x),
+        w.out, w.up, w.out.numel() // 1024 * tile.ask_out // 100, up_rows, max(1, tile.ask_up),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page, **constants(tile, x.shape[1]),
     )  # fmt: skip
     return q

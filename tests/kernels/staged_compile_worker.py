@@ -21,7 +21,9 @@ from pdlab.kernels.product_tiles import ProductTile
 TYPES = dict.fromkeys(("W", "NEXT", "UP", "OUT", "X", "Q", "KC", "VC"), "*bf16") | dict.fromkeys(
     ("PART", "COS", "SIN"), "*fp32"
 )
-TYPES |= {"POSITIONS": "*i64", "SLOTS": "*i64", "COUNT": "*i32", "batch": "i32"}
+TYPES |= {"POSITIONS": "*i64", "SLOTS": "*i64", "COUNT": "*i32"} | dict.fromkeys(
+    ("batch", "out_pieces", "up_rows", "up_pieces"), "i32"
+)
 
 
 def compile_job(name: str, k: int, columns: int, tile: dict[str, Any], box: int, fixed: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from pdlab.kernels.product_tiles import ProductTile
 from pdlab.kernels.staged_product import constants, fits
 
-LLAMA = {"HEADS": 32, "KV_HEADS": 8, "PAGE": 16, "NEXT_SIZE": 1 << 22, "UP_ROWS": 1 << 14, "UP_COLUMNS": 512}
+LLAMA = {"HEADS": 32, "KV_HEADS": 8, "PAGE": 16}
 # name, k, activation rows held, tile, weight rows of a copy, sizes of the operation
 JOBS: list[tuple[str, int, int, dict[str, Any], int, dict[str, Any]]] = [
     ("staged_norm_product_kernel", 4096, 64, {"rows": 256, "split": 1, "warps": 8, "stages": 5, "fetch": 4}, 128,
