@@ -257,7 +257,7 @@ def project(
     A row with a logit that is NaN or infinite gets token -1. `normed`: x has been through the norm already. Rows of
     temperature 0 are greedy under RANDOM too. `tile.split` is not used: a vocabulary has tiles enough.
     """
-    if tile.tma and normed and x.is_cuda:
+    if normed and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0):
         from pdlab.kernels import projection_sample_hopper as hopper
 
         if hopper.projects(x, head.proj):

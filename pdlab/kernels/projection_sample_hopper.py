@@ -68,20 +68,37 @@ def _ask(descriptors, rings, full, tile, stage, column, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _ask_into_l2(W, tile, column, VOCAB: gl.constexpr, K: gl.constexpr, STEP: gl.constexpr):
+    """Weights of one step; a line is 64 elements."""
+    row = gl.minimum(tile * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0])), VOCAB - 1)
+    where = W + row.to(gl.int64) * K + column
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _bring(
-    descriptors, rings, full, empty, tiles, STEPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr
-):
+    W, descriptors, rings, full, empty, tiles, STEPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, AHEAD: gl.constexpr, VOCAB: gl.constexpr,
+):  # fmt: skip
     _wd, xd = descriptors
     _ws, xs = rings
     mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for s in gl.static_range(STAGES):  # weights do not depend on the kernel launched before
         _ask(descriptors, rings, full, gl.program_id(0), s, s * STEP, PARTS)
+    for s in range(STAGES, STAGES + AHEAD):
+        _ask_into_l2(W, gl.program_id(0), s * STEP, VOCAB, STEPS * STEP, STEP)
     wait_for_the_kernel_before()
     for s in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(xd, [0, s * STEP], full.index(s), xs.index(s))
     for i in range(STAGES, mine * STEPS):
         stage = i % STAGES
         column = i % STEPS * STEP
+        if AHEAD:  # noqa: SIM102 - known when compiling, the other is not
+            if i + AHEAD < mine * STEPS:
+                later = gl.program_id(0) + (i + AHEAD) // STEPS * gl.num_programs(0)
+                _ask_into_l2(W, later, (i + AHEAD) % STEPS * STEP, VOCAB, STEPS * STEP, STEP)
         mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
         _ask(descriptors, rings, full, gl.program_id(0) + i // STEPS * gl.num_programs(0), stage, column, PARTS)
         tma.async_copy_global_to_shared(xd, [0, column], full.index(stage), xs.index(stage))
@@ -233,9 +250,9 @@ def _room_for_facts():
 
 @gluon.jit(do_not_specialize=["batch", "tiles"])
 def projection_sample_hopper_kernel(
-    WD, XD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
+    W, WD, XD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
     VOCAB: gl.constexpr, WANT: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = K // STEP
     ws = gl.allocate_shared_memory(WD.dtype, [PARTS * STAGES, ROWS // PARTS, STEP], WD.layout)
@@ -255,14 +272,14 @@ def projection_sample_hopper_kernel(
     if PARTS == 1:
         gl.warp_specialize([
             (_consume, (pointers, rings, full, empty, facts, tiles, batch, 0, BM, STEPS, STAGES, 1, VOCAB, WANT)),
-            (_bring, ((WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 1)),
+            (_bring, (W, (WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 1, AHEAD, VOCAB)),
         ], [1], [40])
     else:
         others = _room_for_facts()
         gl.warp_specialize([
             (_consume, (pointers, rings, full, empty, facts, tiles, batch, 0, BM, STEPS, STAGES, 2, VOCAB, WANT)),
             (_consume, (pointers, rings, full, empty, others, tiles, batch, 1, BM, STEPS, STAGES, 2, VOCAB, WANT)),
-            (_bring, ((WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 2)),
+            (_bring, (W, (WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 2, AHEAD, VOCAB)),
         ], [4, 1], [232, 40])
     # fmt: on
 
@@ -275,7 +292,7 @@ def stages_of(columns: int) -> int:
 def projects(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether this kernel can do it: rows and elements as it wants them."""
     k = weight.shape[1]
-    return len(x) <= 128 and weight.element_size() == 2 and k % STEP == 0 and k >= 16 * STEP
+    return 32 < len(x) <= 128 and weight.element_size() == 2 and k % STEP == 0 and k >= 16 * STEP
 
 
 def project_hopper(
@@ -287,6 +304,7 @@ def project_hopper(
     *,
     pdl: bool = True,
     parts: int = 1,
+    ahead: int = 0,
 ) -> torch.Tensor:
     """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts."""
     rows, k = x.shape
@@ -298,10 +316,10 @@ def project_hopper(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
     projection_sample_hopper_kernel[(programs,)](
-        TensorDescriptor.from_tensor(weight, [ROWS.value // parts, STEP], layout),
+        weight, TensorDescriptor.from_tensor(weight, [ROWS.value // parts, STEP], layout),
         TensorDescriptor.from_tensor(x, [columns, STEP], layout),
         sampling.temperature, sampling.seed, sampling.position, out, race.best, race.done, rows, tiles,
-        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), PARTS=parts,
+        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), PARTS=parts, AHEAD=ahead,
         num_warps=8 // parts,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
