@@ -44,9 +44,9 @@ def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
     }
 
 
-def persistent_ways() -> dict[str, dict[str, Any]]:
-    """Settings of the persistent kernel: the size of a stage of its ring, and fewer of them."""
-    return {"1x": {"panels": 1}, "2x": {"panels": 2}, "1x6": {"panels": 1, "stages": 6}}
+def persistent_ways() -> dict[str, dict[str, int]]:
+    """Settings of the persistent kernel: the size of a stage of its ring, and how much is asked into L2 besides."""
+    return {"1x": {"panels": 1}, "2x": {"panels": 2}} | {f"1x, {n} ahead": {"panels": 1, "ahead": n} for n in (3, 6)}
 
 
 def run(ctx: Context) -> None:
