@@ -19,7 +19,7 @@ NAME = "attention_tiles"
 HELP = "sweep of the attention kernels' tile sizes; writes the device's tuning table"
 
 QUERIES = (256, 4096)  # tokens a prompt, for the plain kernel: one length bound by bandwidth, one by compute
-HOPPER_QUERIES = (256, 512, 1024, 2048, 4096, 16384)  # the same, for the warp-specialized kernels
+HOPPER_QUERIES = (256, 512, 1024, 2048, 4096, 8192, 16384)  # the same, for the warp-specialized kernels
 DECODES = ((1, 4096), (1, 65536), (8, 4096), (32, 4096))  # requests, tokens a request; the last stands for all larger ones
 GROUPS = (4, 1)  # query heads of a KV head; what holds for 1 is taken for groups that were not measured
 HEADS, TOKENS = 32, 16384  # query heads; tokens of all prompts together
@@ -82,28 +82,30 @@ def prefill_tiles(shared_bytes: int, head_dim: int, depths: tuple[int, ...] = (2
                     yield tile
 
 
-def hopper_tiles(head_dim: int, length: int) -> Iterator[HopperTile]:
-    """Pairs of consumers that take turns over tiles of 128 keys, and for short prompts independent ones whose items' K and V
-    stay in the ring; an item's `share` of heads is cut to what its group has."""
+def hopper_tiles(head_dim: int, length: int, group: int) -> Iterator[HopperTile]:
+    """Consumers that take turns over tiles of 128 keys, and for short prompts independent ones whose items' K and V stay in the
+    ring. Packing heads, or sharing an item among them, is for groups."""
     from pdlab.kernels.tuning import HopperTile
 
     pairs = HopperTile(2, 128, 2 if head_dim == 128 else 4)
-    alone = HopperTile(3, 64, 4 if head_dim == 128 else 9, turns=False, blocks=4, share=4)
     if length <= HOPPER_QUERIES[0]:
-        yield alone
-        if head_dim == 128:
-            yield HopperTile(2, 64, 5, turns=False, blocks=4, share=4)
+        alone = (
+            HopperTile(2, 64, 4, turns=0, blocks=4, places=3) if head_dim == 128 else HopperTile(3, 64, 9, turns=0, blocks=4)
+        )
+        yield from (replace(alone, share=share) for share in ((4, 2) if group > 1 else (1,)))
         return
-    if length <= HOPPER_QUERIES[1] or (head_dim == 64 and length <= HOPPER_QUERIES[2]):
-        yield replace(alone, share=1, blocks=8 if head_dim == 64 and length <= HOPPER_QUERIES[1] else 3)
+    if head_dim == 64 and length <= HOPPER_QUERIES[1]:
+        yield HopperTile(3, 64, 9, turns=0, blocks=8)
+        return
     yield pairs
-    if length <= HOPPER_QUERIES[3] and head_dim == 128:
+    if head_dim == 128 and length <= HOPPER_QUERIES[3]:
         yield replace(pairs, by_request=4096)
-    if length > HOPPER_QUERIES[1] and head_dim == 64:
-        yield replace(pairs, once=True)
-    if length > HOPPER_QUERIES[2] and head_dim == 64:
-        yield replace(pairs, consumers=3, once=True)
-        yield replace(pairs, polynomial=8)
+    if group > 1 and (head_dim == 64 or length > HOPPER_QUERIES[3]):
+        yield replace(pairs, pack=4)
+    if head_dim == 64 and length > HOPPER_QUERIES[2]:
+        yield from (replace(pairs, consumers=3, turns=turns) for turns in (1, 0))
+        if group > 1:
+            yield from (replace(pairs, consumers=3, turns=turns, pack=4) for turns in (1, 0))
 
 
 def sweep(work: Work, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
@@ -119,7 +121,7 @@ def sweep(work: Work, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
         depths = (2,) if hopper else (2, 3)  # on Hopper the plain kernel is only what the others are compared with
         yield from (("prefill", tile) for tile in prefill_tiles(tuning.shared_bytes, head_dim, depths))
     if hopper:
-        yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim, work.length))
+        yield from (("prefill_hopper", tile) for tile in hopper_tiles(head_dim, work.length, work.group))
 
 
 Best = dict[tuple[str, Work], tuple[float, dict[str, Any]]]  # (kind, work) -> milliseconds, sizes

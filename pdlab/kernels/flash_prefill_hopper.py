@@ -98,12 +98,15 @@ def item_of(
     """The tile to use, and the query rows of one head and the heads of an item.
 
     Items of more blocks than consumers need their K and V to stay in the ring; where the longest cache is longer (a chunk after
-    a prefix), pairs of consumers walk it in turns. Heads share an item only where that leaves one for each of the
-    `blocks_at_once` blocks of the grid. Packed heads share a tile's rows.
+    a prefix), pairs of consumers walk it in turns. Items are as long, and shared by as many heads, as leaves one for each of
+    the `blocks_at_once` blocks of the grid. Packed heads share a tile's rows.
     """
     if tile.blocks and view.max_kv <= tile.stages * tile.block_n:
+        blocks, prompts = tile.blocks, view.seq_lens.shape[0] * heads
+        while blocks > tile.consumers and prompts * -(-view.max_q // (64 * blocks)) < blocks_at_once:
+            blocks = max(tile.consumers, blocks // 2)
         share = math.gcd(tile.share, group)
-        return tile, 64 * tile.blocks, share if view.seq_lens.shape[0] * heads >= share * blocks_at_once else 1
+        return tile, 64 * blocks, share if prompts >= share * blocks_at_once else 1
     if tile.blocks > tile.consumers:
         tile = replace(tile, consumers=2, block_n=128, stages=256 // head_dim, turns=True, blocks=0, places=2)
     pack = 1 if tile.blocks else math.gcd(tile.pack, group)
@@ -158,7 +161,7 @@ def plan(
         ((dim**-0.5 if scale is None else scale) * LOG2E, batch, item_rows, min_q, int(in_order), units, share, group, at_once,
          (heads * dim if out_stride is None else out_stride) // 8),
         (dim, tile.block_n, tile.stages, tile.consumers, causal,
-         0 if tile.blocks else int(tile.turns), tile.once and not tile.blocks, tile.polynomial, view.page_size if paged else 0,
+         0 if tile.blocks else int(tile.turns), tile.polynomial, view.page_size if paged else 0,
          kv_heads if paged else 0, pack, tile.places if tile.blocks else 2),
     )  # fmt: skip
 

@@ -30,9 +30,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pdlab.kernels import hopper_tiles as tiles
-from pdlab.kernels.flash_prefill_turns import load_tiles, make_barriers, mend_values, older_keys
+from pdlab.kernels.flash_prefill_turns import make_barriers, mend_values
 from pdlab.kernels.hopper_tiles import ROWS
 from pdlab.kernels.prefill_schedule import NUMBERS, TABLES, make_board, post_items, take_item, tiles_seen
+
+
+@gluon.jit
+def _load_tiles(
+    descriptors, shared, barriers, work, HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    _qd, kd, vd = descriptors
+    _qs, ks, vs = shared
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _edge, _mending, board = barriers
+    TABLE, table_stride, share, group = work
+    count = 0
+    turn = 0
+    _row, rows, base, newest, length, request, unit, is_item = take_item(board, turn, 1)
+    while is_item:
+        table = TABLE + request * table_stride
+        head = unit * share // group  # of K and V
+        needed = tiles_seen((rows + BLOCK_M - 1) // BLOCK_M - 1, rows, newest, length, BLOCK_M, BLOCK_N, CAUSAL)
+        for j in range(needed):
+            stage = count % STAGES
+            parity = (count // STAGES & 1) ^ 1
+            key = (needed - 1 - j) * BLOCK_N
+            mbarrier.wait(k_empty.index(stage), parity)
+            tiles.bring_tile(kd, k_full, ks, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
+            mbarrier.wait(v_empty.index(stage), parity)
+            tiles.bring_tile(vd, v_full, vs, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
+            count += 1
+        turn += 1
+        _row, rows, base, newest, length, request, unit, is_item = take_item(board, turn, 1)
 
 
 @gluon.jit
@@ -67,6 +96,41 @@ def _skip(barriers, begun, count, STAGES: gl.constexpr):
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
+
+
+@gluon.jit
+def _older_keys(
+    q, ks, vs, barriers, acc, p, m, total, count, at_first, kept, clear, newest, scale, SCORES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, POLYNOMIAL: gl.constexpr,
+):  # fmt: skip
+    """Tiles of keys at_first ... 0: scores of the next while the output takes in the one before (whose p is given).
+
+    The places of tiles below `kept` are not given back yet.
+    """
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, edge, _mending, _board = barriers
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    held = False  # the output begins with the first product
+    for at in range(at_first, -1, -1):
+        before = count
+        count += 1
+        mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
+        s = warpgroup_mma(q, ks.index(count % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
+        o = warpgroup_mma(p, vs.index(before % STAGES), acc, use_acc=held, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=at >= kept)
+        if at >= clear:
+            s = tiles.mask(s, at * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
+        exps, m, total, rescale = tiles.softmax(s, m, total, scale, gl.SliceLayout(1, SCORES), POLYNOMIAL)
+        # Nobody ever arrives, and this never waits; but a wait on a barrier ends a basic block, and without one the assembler
+        # moves the next line's wait before the exponentials, which then no longer run under the product.
+        mbarrier.wait(edge, 1)
+        acc = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_empty.index(before % STAGES), count=1, pred=at + 1 >= kept)
+        acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
+        p = gl.convert_layout(exps.to(p.dtype), p.type.layout)
+        held = True
+    return acc, p, total, count, held
 
 
 @gluon.jit
@@ -131,9 +195,9 @@ def _consumer(
             tma.store_wait(0)  # the output before this one has left the place of its queries: others may come
             mbarrier.arrive(q_empty.index((task + PLACES - CONSUMERS) % PLACES), count=1, pred=task >= CONSUMERS)
             acc = gl.zeros([ROWS, HEAD], gl.float32, OUTPUT)
-            acc, p, total, count, held = older_keys(
-                q, ks, vs, barriers, acc, p, m, total, count, seen - 2, kept, clear, newest, scale, SCORES, W, BLOCK_N, STAGES,
-                CONSUMERS, False, False, POLYNOMIAL,
+            acc, p, total, count, held = _older_keys(
+                q, ks, vs, barriers, acc, p, m, total, count, seen - 2, kept, clear, newest, scale, SCORES, BLOCK_N, STAGES,
+                POLYNOMIAL,
             )  # fmt: skip
             mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
             o = warpgroup_mma(p, vs.index(count % STAGES), acc, use_acc=held, is_async=True)
@@ -153,10 +217,10 @@ def _consumer(
 def flash_prefill_tasks_kernel(
     qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
     group, units_at_once, out_stride_8, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
     PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(not TURNS and not ONCE, "these consumers take no turns, and give K back before V")
+    gl.static_assert(TURNS == 0, "these consumers take no turns")
     gl.static_assert(PACK == 1, "a task's rows are of one head")
     ALL: gl.constexpr = PLACES * CONSUMERS
     qs = tiles.room_for_queries(qd, ALL, HEAD, 1)
@@ -183,10 +247,10 @@ def flash_prefill_tasks_kernel(
                          ALL)),
             (_consumer, (output, inputs, shared, barriers, work, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, POLYNOMIAL, PAGE,
                          ALL)),
-            (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, False, PAGE, KV_HEADS)),
+            (_load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
             (_load_queries, (inputs, shared, barriers, work, HEAD, ALL)),
             (post_items, (board, requests, COUNTER, heads, CAUSAL)),
-        ], [4, 1, 1, 1], [232, 40, 40, 40])
+        ], [4, 1, 1, 1], [232, 48, 48, 48])
     else:
         gl.warp_specialize([
             (_consumer, (output, inputs, shared, barriers, work, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE,
@@ -195,7 +259,7 @@ def flash_prefill_tasks_kernel(
                          ALL)),
             (_consumer, (output, inputs, shared, barriers, work, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, POLYNOMIAL, PAGE,
                          ALL)),
-            (load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, False, PAGE, KV_HEADS)),
+            (_load_tiles, (inputs, shared, barriers, work, HEAD, 64, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS)),
             (_load_queries, (inputs, shared, barriers, work, HEAD, ALL)),
             (post_items, (board, requests, COUNTER, heads, CAUSAL)),
         ], [4, 4, 1, 1, 1], [160, 160, 32, 32, 32])

@@ -35,13 +35,13 @@ from pdlab.kernels.prefill_schedule import NUMBERS, TABLES, make_board, post_ite
 
 
 @gluon.jit
-def load_tiles(
+def _load_tiles(
     descriptors, shared, barriers, work, HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, ONCE: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     _qd, kd, vd = descriptors
     _qs, ks, vs = shared
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _edge, _mending, board = barriers
+    _q_full, _q_empty, k_full, v_full, _edge, _mending, board = barriers
     TABLE, table_stride, share, group = work
     count = 0
     turn = 0
@@ -52,15 +52,12 @@ def load_tiles(
         needed = tiles_seen((rows + BLOCK_M - 1) // BLOCK_M - 1, rows, newest, length, BLOCK_M, BLOCK_N, CAUSAL)
         for j in range(needed):
             stage = count % STAGES
-            parity = (count // STAGES & 1) ^ 1
             key = (needed - 1 - j) * BLOCK_N
-            if ONCE:  # the places of K and V are given back together
-                mbarrier.wait(v_empty.index(stage), parity)
-            else:
-                mbarrier.wait(k_empty.index(stage), parity)
+            if count >= STAGES:
+                tiles.wait_for_empty(stage, CONSUMERS)
             tiles.bring_tile(kd, k_full, ks, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
-            if not ONCE:
-                mbarrier.wait(v_empty.index(stage), parity)
+            if STAGES <= 3 and count >= STAGES:
+                tiles.wait_for_empty(STAGES + stage, CONSUMERS)
             tiles.bring_tile(vd, v_full, vs, stage, key, length, table, head, base, HEAD, BLOCK_N, PAGE, KV_HEADS)
             count += 1
         turn += 1
@@ -71,7 +68,7 @@ def load_tiles(
 def _load_queries(descriptors, shared, barriers, HEAD: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr):
     qd, _kd, _vd = descriptors
     qs, _ks, _vs = shared
-    q_full, q_empty, _k_full, _k_empty, _v_full, _v_empty, _edge, _mending, board = barriers
+    q_full, q_empty, _k_full, _v_full, _edge, _mending, board = barriers
     turn = 0
     row, _rows, _base, _newest, _length, _request, unit, is_item = take_item(board, turn, 1)
     while is_item:
@@ -113,29 +110,38 @@ def unseen_tiles(
 
 
 @gluon.jit
-def skip_tile(
-    barriers, count, W: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr
-):
+def skip_tile(barriers, count, W: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
     """Gives back the place of a tile that this consumer's rows do not see, and lets its turn pass."""
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _edge, _mending, _board = barriers
+    _q_full, _q_empty, k_full, v_full, _edge, _mending, _board = barriers
     mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
     mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-    if not ONCE:
-        mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-    mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+    give_back_keys(count, STAGES, CONSUMERS)
+    give_back_values(count, STAGES, CONSUMERS)
     if TURNS:
         tiles.wait_for_turn(W)
         tiles.pass_turn((W + 1) % CONSUMERS)
 
 
 @gluon.jit
-def older_keys(
-    q, ks, vs, barriers, acc, p, m, total, count, at_first, kept, clear, newest, scale, SCORES: gl.constexpr, W: gl.constexpr,
+def give_back_keys(count, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The place of the count-th tile's K; in rings of four it is given back with V's, as there are six barriers for places."""
+    if STAGES <= 3:
+        tiles.give_back(count % STAGES, CONSUMERS)
+
+
+@gluon.jit
+def give_back_values(count, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    tiles.give_back(count % STAGES + (STAGES if STAGES <= 3 else 0), CONSUMERS)
+
+
+@gluon.jit
+def _older_keys(
+    q, ks, vs, barriers, acc, p, m, total, count, at_first, clear, newest, scale, SCORES: gl.constexpr, W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
-    ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    POLYNOMIAL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of keys at_first ... 0: scores of the next while the output takes in the one before (whose p is given)."""
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, edge, _mending, _board = barriers
+    _q_full, _q_empty, k_full, v_full, edge, _mending, _board = barriers
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     held = False  # the output begins with the first product
     for at in range(at_first, -1, -1):
@@ -152,8 +158,7 @@ def older_keys(
         if TURNS == 1:
             tiles.pass_turn((W + 1) % CONSUMERS)
         s = warpgroup_mma_wait(1, deps=[s])
-        if not ONCE:
-            mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=at >= kept)
+        give_back_keys(count, STAGES, CONSUMERS)
         if at >= clear:
             s = tiles.mask(s, at * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
         exps, m, total, rescale = tiles.softmax(s, m, total, scale, gl.SliceLayout(1, SCORES), POLYNOMIAL)
@@ -161,7 +166,7 @@ def older_keys(
         # moves the next line's wait before the exponentials, which then no longer run under the product.
         mbarrier.wait(edge, 1)
         acc = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_empty.index(before % STAGES), count=1, pred=at + 1 >= kept)
+        give_back_values(before, STAGES, CONSUMERS)
         acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
         p = gl.convert_layout(exps.to(p.dtype), p.type.layout)
         held = True
@@ -171,14 +176,14 @@ def older_keys(
 @gluon.jit
 def _consumer(
     output, inputs, shared, barriers, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr,
     POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     boxes, ks, vs = shared
     qs = tiles.as_queries(boxes, inputs[0], 2 * CONSUMERS, HEAD, PACK)
     ks = tiles.as_tiles(ks, inputs[1], STAGES, BLOCK_N, HEAD, PAGE)
     vs = tiles.as_tiles(vs, inputs[2], STAGES, BLOCK_N, HEAD, PAGE)
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _edge, mending, board = barriers
+    q_full, q_empty, k_full, v_full, _edge, mending, board = barriers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
@@ -219,8 +224,7 @@ def _consumer(
             clear = (newest_key + 1) // BLOCK_N
         count += skip
         seen -= skip
-        if not ONCE:
-            mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+        give_back_keys(count, STAGES, CONSUMERS)
         if seen - 1 >= clear:
             s = tiles.mask(s, (seen - 1) * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
         m = gl.full([ROWS], float("-inf"), gl.float32, PER_ROW)
@@ -229,11 +233,11 @@ def _consumer(
         tma.store_wait(0)  # the output before this one has left the place of its queries, where the next ones go
         mbarrier.arrive(q_empty.index(place), count=1, pred=turn > 1)
         if skip > 0:
-            skip_tile(barriers, count - 1, W, STAGES, CONSUMERS, TURNS, ONCE)
+            skip_tile(barriers, count - 1, W, STAGES, CONSUMERS, TURNS)
         skip = unseen_tiles(W, rows_, newest_key_, length_, CONSUMERS, TOKENS, BLOCK_N, CAUSAL)  # from here on the next item's
-        acc, p, total, count, held = older_keys(
-            q, ks, vs, barriers, acc, p, m, total, count, seen - 2, 0, clear, newest, scale, SCORES, W, BLOCK_N, STAGES,
-            CONSUMERS, TURNS, ONCE, POLYNOMIAL,
+        acc, p, total, count, held = _older_keys(
+            q, ks, vs, barriers, acc, p, m, total, count, seen - 2, clear, newest, scale, SCORES, W, BLOCK_N, STAGES, CONSUMERS,
+            TURNS, POLYNOMIAL,
         )  # fmt: skip
         # the first scores of the next item beside the last values of this one
         mbarrier.wait(q_full.index(place), turn // 2 & 1, pred=is_another)
@@ -249,7 +253,7 @@ def _consumer(
         if TURNS == 1:
             tiles.pass_turn((W + 1) % CONSUMERS)
         s, acc = warpgroup_mma_wait(0, deps=[s, o])
-        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        give_back_values(count, STAGES, CONSUMERS)
         tiles.write_out(acc, total, q, boxes, here, output, row + W * TOKENS, head, rows - W * TOKENS, HEAD, PACK)
         count += 1
         row, rows, newest_key, length, head, is_item = row_, rows_, newest_key_, length_, head_, is_another
@@ -268,7 +272,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def flash_prefill_turns_kernel(
     qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
     group, units_at_once, out_stride_8, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, ONCE: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
     PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(PLACES == 2, "an item's queries and the next one's")
@@ -281,8 +285,7 @@ def flash_prefill_turns_kernel(
     mending = (make_barriers(1, 1).index(0), make_barriers(1, CONSUMERS - 1).index(0))
     board = make_board(CONSUMERS + 2)
     barriers = (
-        make_barriers(2 * CONSUMERS, 1), make_barriers(2 * CONSUMERS, 1), make_barriers(STAGES, 1),
-        make_barriers(STAGES, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
+        make_barriers(2 * CONSUMERS, 1), make_barriers(2 * CONSUMERS, 1), make_barriers(STAGES, 1), make_barriers(STAGES, 1),
         make_barriers(1, 1).index(0), mending, board,
     )  # fmt: skip
     fence_async_shared()
@@ -297,23 +300,23 @@ def flash_prefill_turns_kernel(
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK)),
-            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK)),
-            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
+            (_load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS, 2)),
             (_load_queries, (inputs, shared, barriers, HEAD, 2, PACK)),
             (post_items, (board, requests, COUNTER, heads, CAUSAL)),
-        ], [4, 1, 1, 1], [232, 40, 40, 40])
+        ], [4, 1, 1, 1], [232, 48, 48, 48])
     else:
         gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK)),
-            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK)),
-            (_consumer, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, ONCE, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK)),
-            (load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, ONCE, PAGE, KV_HEADS)),
+            (_load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS, 3)),
             (_load_queries, (inputs, shared, barriers, HEAD, 3, PACK)),
             (post_items, (board, requests, COUNTER, heads, CAUSAL)),
         ], [4, 4, 1, 1, 1], [160, 160, 32, 32, 32])

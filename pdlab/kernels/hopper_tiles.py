@@ -97,35 +97,46 @@ def bring_queries(descriptor, full, places, place, row, unit, HEAD: gl.constexpr
                 tma.async_copy_global_to_shared(descriptor, [row, column], full.index(place), box)
 
 
+# Hardware barriers. Triton itself takes one for each role, up to number 6. Who arrives at one need not first meet the other
+# warps of its group, as it must at a barrier in shared memory, where one thread arrives for all of them.
+TURNS_FROM = gl.constexpr(7)  # one for each consumer
+EMPTIES_FROM = gl.constexpr(10)  # one for each place of K or V
+
+
 @gluon.jit
-def _hardware_barrier(ASSEMBLY: gl.constexpr):
-    once = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [once], dtype=gl.int32, is_pure=False, pack=1)
+def _at_barrier(ASSEMBLY: gl.constexpr, number, WARPS: gl.constexpr):
+    x = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + number
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_turn(W: gl.constexpr):
-    """Until the consumer before has started its products. Hardware barriers 8, 9, 10: Triton itself uses one for each role.
-
-    Unlike with a barrier in shared memory, whoever passes the turn on need not first meet the other warps of its group.
-    """
-    if W == 0:
-        _hardware_barrier("bar.sync 8, 256; mov.b32 $0, $1;")
-    elif W == 1:
-        _hardware_barrier("bar.sync 9, 256; mov.b32 $0, $1;")
-    else:
-        _hardware_barrier("bar.sync 10, 256; mov.b32 $0, $1;")
+    """Until the consumer before has started its products."""
+    _at_barrier("bar.sync $1, 256; mov.b32 $0, $1;", TURNS_FROM + W, 4)
 
 
 @gluon.jit
 def pass_turn(TO: gl.constexpr):
     """Lets consumer TO start its products."""
-    if TO == 0:
-        _hardware_barrier("bar.arrive 8, 256; mov.b32 $0, $1;")
-    elif TO == 1:
-        _hardware_barrier("bar.arrive 9, 256; mov.b32 $0, $1;")
+    _at_barrier("bar.arrive $1, 256; mov.b32 $0, $1;", TURNS_FROM + TO, 4)
+
+
+@gluon.jit
+def give_back(place, CONSUMERS: gl.constexpr):
+    """A consumer has read what lies in a place of K or V."""
+    if CONSUMERS == 2:
+        _at_barrier("bar.arrive $1, 288; mov.b32 $0, $1;", EMPTIES_FROM + place, 4)
     else:
-        _hardware_barrier("bar.arrive 10, 256; mov.b32 $0, $1;")
+        _at_barrier("bar.arrive $1, 416; mov.b32 $0, $1;", EMPTIES_FROM + place, 4)
+
+
+@gluon.jit
+def wait_for_empty(place, CONSUMERS: gl.constexpr):
+    """The loading warp: until all consumers have given a place back."""
+    if CONSUMERS == 2:
+        _at_barrier("bar.sync $1, 288; mov.b32 $0, $1;", EMPTIES_FROM + place, 1)
+    else:
+        _at_barrier("bar.sync $1, 416; mov.b32 $0, $1;", EMPTIES_FROM + place, 1)
 
 
 @gluon.jit

@@ -107,7 +107,8 @@ def post_items(board, requests, COUNTER, heads_of_work, CAUSAL: gl.constexpr):
         items.index(turn % 2).store(fields)
         mbarrier.arrive(posted.index(turn % 2), count=1)
         if more:
-            drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
+            numbers = gl.atomic_add(COUNTER + lanes * 0, lanes * 0 + 1, mask=lanes == 0, sem="relaxed")
+            drawn = gl.sum(gl.where(lanes == 0, numbers, 0), 0)
             if drawn == total * units - 1:
                 gl.store(COUNTER, 0)
             item = drawn + gl.num_programs(0)

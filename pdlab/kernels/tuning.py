@@ -66,7 +66,6 @@ class HopperTile:
     block_n: int
     stages: int  # tiles of K and V in the ring
     turns: int = 1  # consumers take turns at starting products: 1 a tile's two together, 2 the scores only, 0 not at all
-    once: bool = False  # a tile's K is given back with its V: one barrier less a tile, in rings of three tiles or more
     polynomial: int = 0  # one of so many exponentials is a polynomial on the arithmetic units: 8, or 0 for none
     by_request: int = 0  # prompts up to this length run request by request, longer ones the longest first
     blocks: int = 0  # blocks of 64 query rows in an item whose K and V stay in the ring
@@ -215,9 +214,7 @@ def hopper_rule(head_dim: int, queries: int) -> HopperTile | None:
     a GPU for chunks after prefixes: there only a table, which `pdlab bench attention_tiles` makes, turns the kernels on."""
     if head_dim != 128:
         return None
-    if queries <= 256:
-        return HopperTile(2, 64, 5, turns=False, blocks=4, share=4)
-    return HopperTile(3, 64, 4, turns=False, blocks=3) if queries <= 512 else HopperTile(2, 128, 2)
+    return HopperTile(2, 64, 4, turns=0, blocks=4, share=2, places=3) if queries <= 256 else HopperTile(2, 128, 2)
 
 
 def prefill_rule(capability: tuple[int, int], head_dim: int, queries: int) -> PrefillTile:

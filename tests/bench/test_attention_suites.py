@@ -341,7 +341,7 @@ def test_kernels_are_compiled_ahead_once_each_and_for_every_suite() -> None:
 
     pairs = HopperTile(2, 128, 2)
     same = [replace(pairs, by_request=4096), replace(pairs, share=4)]
-    others = [replace(pairs, once=True), replace(pairs, turns=False), replace(pairs, blocks=3), replace(pairs, consumers=3)]
+    others = [replace(pairs, pack=4), replace(pairs, turns=0), replace(pairs, blocks=3), replace(pairs, consumers=3)]
     key = ahead.compiled_for("prefill_hopper", pairs)
     assert all(ahead.compiled_for("prefill_hopper", tile) == key for tile in same)
     assert len({ahead.compiled_for("prefill_hopper", tile) for tile in [pairs, *others]}) == 5

@@ -29,7 +29,7 @@ def compile_job(tile: HopperTile, head: int, page: int) -> dict[str, Any]:
     types |= dict.fromkeys(("CU_Q", "LENS", "TABLE", "COUNTER"), "*i32") | {"OUT": "*bf16", "BASE": "*i64", "scale": "fp32"}
     fixed = {
         "HEAD": head, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "CONSUMERS": tile.consumers,
-        "CAUSAL": True, "TURNS": 0 if tile.blocks else int(tile.turns), "ONCE": tile.once,
+        "CAUSAL": True, "TURNS": 0 if tile.blocks else int(tile.turns),
         "POLYNOMIAL": tile.polynomial, "PAGE": page, "KV_HEADS": 8 if page else 0, "PACK": tile.pack,
         "PLACES": tile.places,
     }  # fmt: skip

@@ -42,11 +42,11 @@ def shipped() -> list[Job]:
 OTHERS: list[Job] = [
     (HopperTile(2, 128, 2), 128, 0),
     (HopperTile(2, 128, 4, polynomial=8), 64, 16),
-    (HopperTile(3, 128, 4, once=True, pack=4), 64, 0),
+    (HopperTile(3, 128, 4, pack=4), 64, 0),
     (HopperTile(2, 128, 2, pack=2), 128, 16),
     (HopperTile(2, 64, 4, blocks=4, share=4, places=3), 128, 16),
-    (HopperTile(3, 64, 4, blocks=3), 128, 0),
-    (HopperTile(3, 64, 9, blocks=8), 64, 256),
+    (HopperTile(2, 128, 2, blocks=4, places=3), 128, 0),
+    (HopperTile(3, 64, 9, turns=0, blocks=8), 64, 256),
 ]
 JOBS = [*shipped(), *(job for job in OTHERS if job not in shipped())]
 

@@ -22,8 +22,8 @@ IN_TURNS = {
     ],
     64: [
         HopperTile(2, 128, 4),
-        HopperTile(3, 128, 4, once=True, pack=4),
-        HopperTile(3, 128, 4, once=True, turns=2),
+        HopperTile(3, 128, 4, pack=4),
+        HopperTile(3, 128, 4, turns=2),
         HopperTile(2, 128, 4, polynomial=8),
         HopperTile(2, 64, 8, turns=0, pack=2),
     ],
@@ -32,7 +32,6 @@ ALONE = {
     128: [
         HopperTile(2, 64, 4, blocks=4, share=4, places=3),
         HopperTile(2, 128, 2, blocks=4),
-        HopperTile(3, 64, 4, blocks=4, share=2),
     ],
     64: [
         HopperTile(3, 64, 8, blocks=8, places=4),

@@ -48,6 +48,12 @@ def test_heads_share_an_item_only_where_every_multiprocessor_gets_one() -> None:
     assert item_of(ALONE, view, 32, 4, 64, 33)[2] == 1
 
 
+def test_items_of_few_prompts_are_shorter() -> None:
+    tile = HopperTile(2, 64, 4, turns=0, blocks=4, places=3)
+    _, view = make_case([256], [256], heads=4, kv_heads=1, dim=64)
+    assert [item_of(tile, view, 32, 4, 128, at_once)[1] for at_once in (32, 33, 132)] == [256, 128, 128]
+
+
 def test_items_are_of_several_blocks_only_where_the_longest_cache_fits_the_ring() -> None:
     _, view = make_case([257, 20], [100, 20], heads=4, kv_heads=1, dim=128)
     tile, rows, share = item_of(ALONE, view, 32, 4, 128, 132)
