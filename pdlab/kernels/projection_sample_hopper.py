@@ -2,11 +2,11 @@
 
 What projection_sample computes, by as many programs as the device has multiprocessors:
 
-    loading     one warp keeps a ring of tiles full: 2 x 128 weight rows and all activation rows, STEP elements of each
-    consumers   two warpgroups with 128 weight rows each; products in registers, then their scores
+    loading     one warp keeps a ring of tiles full: 256 weight rows and all activation rows, STEP elements of each
+    consumers   eight warps multiply, products in registers, and work out the scores
 
 Why not projection_sample itself: wide batches take their x along for each tile of weights, so what L2 has to give is
-(1 + rows / weight rows of a tile) times the weights. 256 weight rows at once make that 1.5 instead of 2 at 128 rows. And while
+(1 + rows / weight rows of a tile) times the weights; 256 weight rows at once make that 1.5 instead of 2 at 128 rows. And while
 a tile's scores are worked out its successor's weights come in, the whole ring of them.
 
 The race is projection_sample's: where it is known that a score cannot win, its noise is not worked out. The bar is the best of
@@ -50,6 +50,7 @@ from pdlab.kernels.projection_sample import (
 from pdlab.kernels.ring_product import barrier, launch_dependents, wait_for_the_kernel_before
 
 ROWS = gl.constexpr(256)  # of weights that a program holds at once
+WARPS = gl.constexpr(8)
 LEAF = gl.constexpr(32)  # activation rows whose scores are worked out at once
 _LOGITS, _RANDOM, _EMPTY = gl.constexpr(LOGITS), gl.constexpr(RANDOM), gl.constexpr(EMPTY)
 STEP = 64  # elements of each row that a stage of the ring holds: 128 bytes, the widest swizzle
@@ -57,50 +58,29 @@ LAST = gl.constexpr(8)  # steps of a tile after the bar is read
 
 
 @gluon.jit
-def _ask(descriptors, rings, full, tile, stage, column, PARTS: gl.constexpr):
+def _ask(descriptors, rings, full, tile, stage, column):
     """Weights of one step."""
     wd, xd = descriptors
     ws, _xs = rings
-    mbarrier.expect(full.index(stage), PARTS * wd.block_type.nbytes + xd.block_type.nbytes)
-    for w in gl.static_range(PARTS):
-        row = tile * ROWS + w * (ROWS // PARTS)
-        tma.async_copy_global_to_shared(wd, [row, column], full.index(stage), ws.index(PARTS * stage + w))
+    mbarrier.expect(full.index(stage), wd.block_type.nbytes + xd.block_type.nbytes)
+    tma.async_copy_global_to_shared(wd, [tile * ROWS, column], full.index(stage), ws.index(stage))
 
 
 @gluon.jit
-def _ask_into_l2(W, tile, column, VOCAB: gl.constexpr, K: gl.constexpr, STEP: gl.constexpr):
-    """Weights of one step; a line is 64 elements."""
-    row = gl.minimum(tile * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0])), VOCAB - 1)
-    where = W + row.to(gl.int64) * K + column
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _bring(
-    W, descriptors, rings, full, empty, tiles, STEPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, AHEAD: gl.constexpr, VOCAB: gl.constexpr,
-):  # fmt: skip
+def _bring(descriptors, rings, full, empty, tiles, STEPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
     _wd, xd = descriptors
     _ws, xs = rings
     mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for s in gl.static_range(STAGES):  # weights do not depend on the kernel launched before
-        _ask(descriptors, rings, full, gl.program_id(0), s, s * STEP, PARTS)
-    for s in range(STAGES, STAGES + AHEAD):
-        _ask_into_l2(W, gl.program_id(0), s * STEP, VOCAB, STEPS * STEP, STEP)
+        _ask(descriptors, rings, full, gl.program_id(0), s, s * STEP)
     wait_for_the_kernel_before()
     for s in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(xd, [0, s * STEP], full.index(s), xs.index(s))
     for i in range(STAGES, mine * STEPS):
         stage = i % STAGES
         column = i % STEPS * STEP
-        if AHEAD:  # noqa: SIM102 - known when compiling, the other is not
-            if i + AHEAD < mine * STEPS:
-                later = gl.program_id(0) + (i + AHEAD) // STEPS * gl.num_programs(0)
-                _ask_into_l2(W, later, (i + AHEAD) % STEPS * STEP, VOCAB, STEPS * STEP, STEP)
         mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        _ask(descriptors, rings, full, gl.program_id(0) + i // STEPS * gl.num_programs(0), stage, column, PARTS)
+        _ask(descriptors, rings, full, gl.program_id(0) + i // STEPS * gl.num_programs(0), stage, column)
         tma.async_copy_global_to_shared(xd, [0, column], full.index(stage), xs.index(stage))
 
 
@@ -172,16 +152,13 @@ def _enter_race(
 
 
 @gluon.jit
-def _multiply(
-    acc, first, rings, full, empty, i, W: gl.constexpr, COUNT: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr
-):
+def _multiply(acc, first, rings, full, empty, i, COUNT: gl.constexpr, STAGES: gl.constexpr):
     """Adds the products of COUNT steps from i on; the last of them is still under way. `first`: they begin a tile."""
     ws, xs = rings
     for j in range(COUNT):
         stage = (i + j) % STAGES
         mbarrier.wait(full.index(stage), (i + j) // STAGES & 1)
-        w, x = ws.index(PARTS * stage + W), xs.index(stage).permute((1, 0))
-        acc = warpgroup_mma(w, x, acc, is_async=True)
+        acc = warpgroup_mma(ws.index(stage), xs.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((i + j + STAGES - 1) % STAGES), count=1, pred=(first == 0) | (j > 0))
     return acc
@@ -190,12 +167,9 @@ def _multiply(
 @gluon.jit
 def _consume(
     pointers, rings, full, empty, facts, tiles, batch,
-    W: gl.constexpr, BM: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, VOCAB: gl.constexpr,
-    WANT: gl.constexpr,
+    BM: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, VOCAB: gl.constexpr, WANT: gl.constexpr,
 ):  # fmt: skip
     TEMPERATURE, SEED, POSITION, OUT, BEST, DONE = pointers
-    LINES: gl.constexpr = ROWS // PARTS
-    WARPS: gl.constexpr = 8 // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -210,12 +184,12 @@ def _consume(
         key2._reinterpret(gl.int32, [128], LINE).store(k2.to(gl.int32, bitcast=True))
     mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for t in range(mine):
-        first_token = (gl.program_id(0) + t * gl.num_programs(0)) * ROWS + W * LINES
+        first_token = (gl.program_id(0) + t * gl.num_programs(0)) * ROWS
         i = t * STEPS
-        acc = gl.zeros([LINES, BM], gl.float32, ACC)  # the last tile's registers have been passed around
-        acc = _multiply(acc, 1, rings, full, empty, i, W, STEPS - LAST, STAGES, PARTS)
+        acc = gl.zeros([ROWS, BM], gl.float32, ACC)  # the last tile's registers have been passed around
+        acc = _multiply(acc, 1, rings, full, empty, i, STEPS - LAST, STAGES)
         best = gl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
-        acc = _multiply(acc, 0, rings, full, empty, i + STEPS - LAST, W, LAST, STAGES, PARTS)
+        acc = _multiply(acc, 0, rings, full, empty, i + STEPS - LAST, LAST, STAGES)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((i + STEPS - 1) % STAGES), count=1)
         if WANT != _LOGITS:
@@ -225,13 +199,13 @@ def _consume(
             slope._reinterpret(gl.float32, [128], LINE).store(steep)
             offset._reinterpret(gl.float32, [128], LINE).store(bar)
             if VOCAB % ROWS:  # noqa: SIM102 - known when compiling, the other is not
-                if first_token + LINES > VOCAB:
-                    token = first_token + gl.arange(0, LINES, gl.SliceLayout(1, ACC))
+                if first_token + ROWS > VOCAB:
+                    token = first_token + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
                     acc = gl.where(gl.expand_dims(token < VOCAB, 1), acc, float("-inf"))
         _enter_race(acc, first_token, batch, TEMPERATURE, OUT, BEST, facts, BM, VOCAB, WANT)
     if WANT != _LOGITS:
         barrier()  # every thread's maximum comes before the release below
-        if gl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == PARTS * gl.num_programs(0) - 1:
+        if gl.atomic_add(DONE, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
             won = gl.load(BEST + m, mask=real, other=0, cache_modifier=".cg")
             gl.store(OUT + m, winner(won), mask=real)
             gl.store(BEST + m, gl.full([128], _EMPTY, gl.int64, THREADS), mask=real)  # for the next launch
@@ -250,38 +224,31 @@ def _room_for_facts():
 
 @gluon.jit(do_not_specialize=["batch", "tiles"])
 def projection_sample_hopper_kernel(
-    W, WD, XD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
+    WD, XD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
     VOCAB: gl.constexpr, WANT: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = K // STEP
-    ws = gl.allocate_shared_memory(WD.dtype, [PARTS * STAGES, ROWS // PARTS, STEP], WD.layout)
+    ws = gl.allocate_shared_memory(WD.dtype, [STAGES, ROWS, STEP], WD.layout)
     xs = gl.allocate_shared_memory(XD.dtype, [STAGES, BM, STEP], XD.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=PARTS)
+        mbarrier.init(empty.index(s), count=1)
     facts = _room_for_facts()
     fence_async_shared()
     launch_dependents()
     pointers = (TEMPERATURE, SEED, POSITION, OUT, BEST, DONE)
     rings = (ws, xs)
-    # constants stay constants only where they are written in the call itself
-    # fmt: off
-    if PARTS == 1:
-        gl.warp_specialize([
-            (_consume, (pointers, rings, full, empty, facts, tiles, batch, 0, BM, STEPS, STAGES, 1, VOCAB, WANT)),
-            (_bring, (W, (WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 1, AHEAD, VOCAB)),
-        ], [1], [40])
-    else:
-        others = _room_for_facts()
-        gl.warp_specialize([
-            (_consume, (pointers, rings, full, empty, facts, tiles, batch, 0, BM, STEPS, STAGES, 2, VOCAB, WANT)),
-            (_consume, (pointers, rings, full, empty, others, tiles, batch, 1, BM, STEPS, STAGES, 2, VOCAB, WANT)),
-            (_bring, (W, (WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES, 2, AHEAD, VOCAB)),
-        ], [4, 1], [232, 40])
-    # fmt: on
+    gl.warp_specialize(
+        [
+            # constants stay constants only where they are written in the call itself
+            (_consume, (pointers, rings, full, empty, facts, tiles, batch, BM, STEPS, STAGES, VOCAB, WANT)),
+            (_bring, ((WD, XD), rings, full, empty, tiles, STEPS, STEP, STAGES)),
+        ],
+        [1],
+        [40],
+    )
 
 
 def stages_of(columns: int) -> int:
@@ -303,8 +270,6 @@ def project_hopper(
     race: Race,
     *,
     pdl: bool = True,
-    parts: int = 1,
-    ahead: int = 0,
 ) -> torch.Tensor:
     """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts."""
     rows, k = x.shape
@@ -316,11 +281,10 @@ def project_hopper(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
     projection_sample_hopper_kernel[(programs,)](
-        weight, TensorDescriptor.from_tensor(weight, [ROWS.value // parts, STEP], layout),
+        TensorDescriptor.from_tensor(weight, [ROWS.value, STEP], layout),
         TensorDescriptor.from_tensor(x, [columns, STEP], layout),
         sampling.temperature, sampling.seed, sampling.position, out, race.best, race.done, rows, tiles,
-        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), PARTS=parts, AHEAD=ahead,
-        num_warps=8 // parts,
+        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), num_warps=WARPS.value,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

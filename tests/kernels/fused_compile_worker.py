@@ -87,7 +87,7 @@ def wide_job(c: Any, batch: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
     from pdlab.kernels.projection_sample_hopper import STEP, projection_sample_hopper_kernel, stages_of
 
     columns = columns_of(batch)
-    fixed = {"VOCAB": c.vocab_size, "WANT": RANDOM, "K": c.hidden_size, "BM": columns, "STEP": STEP, "PARTS": 1, "num_warps": 8}
+    fixed = {"VOCAB": c.vocab_size, "WANT": RANDOM, "K": c.hidden_size, "BM": columns, "STEP": STEP, "num_warps": 8}
     return projection_sample_hopper_kernel, fixed | {"STAGES": stages_of(columns), "launch_pdl": True}, {"OUT": "*i64"}
 
 
