@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from pdlab.bench.suites import Context
+    from pdlab.kernels.kv_view import KVView
+    from pdlab.kernels.ops import LayerWeights, RopeTable
     from pdlab.kernels.products import Workspace
     from pdlab.kernels.tuning import Tuning
     from pdlab.models.config import ModelConfig
@@ -134,9 +136,34 @@ def _sweep_products(ctx: Context, config: ModelConfig, tuning: Tuning, batch: in
         times = [(us, tile) for tile in product_candidates(tuning, op, outputs, k, batch) if (us := sweep.time(tile))]
         ranked = [tile for _, tile in sorted(times, key=lambda x: x[0])]
         found[op] = ranked[:1] + [tile for tile in ranked if tile.tma != ranked[0].tma][:1]
+        if op == "norm_qkv_rope":
+            found[op] = [tile for tile in found[op] if _rotates_right(ctx, config, batch, tile)]
         if ranked:
             ctx.say(f"  {config.name} {op} {batch}: {ranked[0]} {min(times, key=lambda x: x[0])[0]:.1f} us")
     return found
+
+
+def _rotates_right(ctx: Context, config: ModelConfig, batch: int, tile: ProductTile) -> bool:
+    """Whether what steps do with a tile of QKV, rotation and cache included, is right; else a row says that it is not."""
+    from pdlab.bench import fused_norm_qkv_rope as suite
+    from pdlab.kernels.norm_qkv_rope import norm_qkv_rope
+    from pdlab.kernels.products import Workspace
+    from pdlab.kernels.row_kernels import norm_rows
+
+    arguments = suite.make_arguments(config, ctx, batch, 0)
+    workspace = Workspace(arguments[0].device)
+
+    def call(x: torch.Tensor, w: LayerWeights, rope: RopeTable | None, view: KVView, once: object) -> torch.Tensor:
+        return norm_qkv_rope(norm_rows(x, w.attn_norm), w, rope, view, tile, workspace, normed=True)
+
+    try:
+        suite.check(f"QKV with {tile}", call, arguments)
+    except Exception as error:
+        params = {"op": "norm_qkv_rope", "model": config.name, "batch": batch, "dtype": ctx.dtype}
+        params |= {f"tile_{name}": value for name, value in asdict(tile).items()}
+        ctx.record.skip("latency", "us", f"{type(error).__name__}: {error}"[:200], params=params)
+        return False
+    return True
 
 
 def _choose_in_steps(ctx: Context, loaded: Loaded, batch: int, found: dict[str, list[ProductTile]]) -> dict[str, ProductTile]:

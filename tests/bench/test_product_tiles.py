@@ -112,3 +112,22 @@ def test_every_candidate_can_be_compiled_ahead() -> None:
         for batch in product_tiles.BATCHES
     ]
     assert len(jobs) == sum(each)
+
+
+def test_a_tile_of_qkv_that_does_not_rotate_right_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdlab.bench import fused_norm_qkv_rope as suite
+    from pdlab.kernels import norm_qkv_rope as kernels
+    from pdlab.kernels import row_kernels
+
+    config, context = config_of("llama-tiny"), FakeContext()
+    monkeypatch.setattr(row_kernels, "norm_rows", lambda x, norm: x)
+    monkeypatch.setattr(kernels, "norm_qkv_rope", lambda x, *args, **kw: x)
+    monkeypatch.setattr(suite, "check", lambda name, call, arguments: call(*arguments))
+    assert product_tiles._rotates_right(context, config, 4, ProductTile(64, 128, 1, 0, 0, 4, 4))  # type: ignore[arg-type]
+
+    def wrong(name: str, call: object, arguments: object) -> None:
+        raise AssertionError(f"{name}'s q is wrong")
+
+    monkeypatch.setattr(suite, "check", wrong)
+    assert not product_tiles._rotates_right(context, config, 4, ProductTile(64, 128, 1, 0, 0, 4, 4))  # type: ignore[arg-type]
+    assert "wrong" in str(context.rows[-1][1])
