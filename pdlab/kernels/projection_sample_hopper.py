@@ -257,9 +257,10 @@ def stages_of(columns: int) -> int:
 
 
 def projects(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this kernel can do it: rows and elements as it wants them."""
+    """Whether this kernel can do it: rows, elements and addresses as it wants them."""
     k = weight.shape[1]
-    return 32 < len(x) <= 128 and weight.element_size() == 2 and k % STEP == 0 and k >= 16 * STEP
+    placed = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    return 32 < len(x) <= 128 and weight.element_size() == 2 and k % STEP == 0 and k >= 16 * STEP and placed
 
 
 def project_hopper(
