@@ -258,6 +258,7 @@ class Workspace:
         self.device = device
         self.part = torch.empty(0, dtype=torch.float32, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._arrivals: dict[int, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
     def fit(self, tiles: int, tile: ProductTile, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,10 +267,17 @@ class Workspace:
         if self.part.numel() < floats:
             self._outgrown.append(self.part)
             self.part = torch.empty(floats, dtype=torch.float32, device=self.device)
-        if tile.split > 1 and self.count.numel() < 2 * tiles:  # programs that came, and programs that went
+        if tile.split > 1 and self.count.numel() < tiles:
             self._outgrown.append(self.count)
-            self.count = torch.zeros(2 * tiles, dtype=torch.int32, device=self.device)
+            self.count = torch.zeros(tiles, dtype=torch.int32, device=self.device)
         return self.part, self.count
+
+    def arrivals(self, tiles: int, split: int) -> torch.Tensor:
+        """A counter a tile that is a multiple of `split` between launches, not zero: all its launches add as much."""
+        if split not in self._arrivals or self._arrivals[split].numel() < tiles:
+            self._outgrown += [self._arrivals[split]] if split in self._arrivals else []
+            self._arrivals[split] = torch.zeros(max(256, tiles), dtype=torch.int32, device=self.device)
+        return self._arrivals[split]
 
 
 def descriptors(x: torch.Tensor, weight: torch.Tensor, tile: ProductTile, columns: int) -> tuple[Any, Any]:

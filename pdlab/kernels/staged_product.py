@@ -175,10 +175,10 @@ def staged_products(
 
 
 @gluon.jit
-def add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS: gl.constexpr, SPLIT: gl.constexpr, ROW: gl.constexpr):
-    """(P of this program's share of the rows of both halves, [HALF_ROWS / SPLIT, BM] in layout ROW; whether it leaves last)."""
+def add_parts(a, b, PART, COUNT, tile, HALF_ROWS: gl.constexpr, SPLIT: gl.constexpr, ROW: gl.constexpr):
+    """P of this program's share of the rows of both halves, [HALF_ROWS / SPLIT, BM] in layout ROW."""
     if SPLIT == 1:
-        return gl.convert_layout(a, ROW), gl.convert_layout(b, ROW), 0
+        return gl.convert_layout(a, ROW), gl.convert_layout(b, ROW)
     else:
         BM: gl.constexpr = a.shape[1]
         ACC: gl.constexpr = a.type.layout
@@ -189,12 +189,13 @@ def add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS: gl.constexpr, SPLIT: gl
         gl.store(mine + gl.program_id(1) * SIZE + at, a)
         gl.store(mine + gl.program_id(1) * SIZE + HALF_ROWS * BM + at, b)
         barrier()  # every thread's stores come before the release below
+        # each launch adds SPLIT, so the next multiple of it is when all have come
         arrived = gl.atomic_add(COUNT + tile, 1, sem="acq_rel", scope="gpu") + 1
+        all_there = ((arrived - 1) | (SPLIT - 1)) + 1
         looks = 0
-        while (arrived < SPLIT) & (looks < LOOKS):
+        while (arrived - all_there < 0) & (looks < LOOKS):
             arrived = gl.atomic_add(COUNT + tile, 0, sem="acquire", scope="gpu")
             looks += 1
-        left = gl.atomic_add(COUNT + tiles + tile, 1, sem="relaxed", scope="gpu")  # its answer is not waited for until the end
         n = gl.program_id(1) * (HALF_ROWS // SPLIT) + gl.arange(0, HALF_ROWS // SPLIT, gl.SliceLayout(1, ROW))
         here = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, ROW)), 0) * HALF_ROWS + gl.expand_dims(n, 1)
         pa = gl.load(mine + here, cache_modifier=".cg")  # written by other SMs during this launch, so read from L2
@@ -202,17 +203,8 @@ def add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS: gl.constexpr, SPLIT: gl
         for p in gl.static_range(1, SPLIT):
             pa += gl.load(mine + p * SIZE + here, cache_modifier=".cg")
             pb += gl.load(mine + p * SIZE + HALF_ROWS * BM + here, cache_modifier=".cg")
-        missing = gl.where(arrived < SPLIT, float("nan"), 0.0)  # shows in every result
-        return pa + missing, pb + missing, left
-
-
-@gluon.jit
-def leave(COUNT, left, tile, tiles, SPLIT: gl.constexpr):
-    """The last of a tile's programs to go leaves the counters as they were, for the next launch."""
-    if SPLIT > 1:  # noqa: SIM102 - known when compiling, the other is not
-        if left == SPLIT - 1:
-            gl.store(COUNT + tile, 0)
-            gl.store(COUNT + tiles + tile, 0)
+        missing = gl.where(arrived - all_there < 0, float("nan"), 0.0)  # shows in every result
+        return pa + missing, pb + missing
 
 
 @gluon.jit(do_not_specialize=["batch"])
@@ -227,10 +219,10 @@ def staged_norm_product_kernel(
     LAST: gl.constexpr = (2 * WIDTH if GATED else WIDTH) - 1
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
-    tile, first, tiles = gl.program_id(0), gl.program_id(1) * PIECES, gl.num_programs(0)
+    tile, first = gl.program_id(0), gl.program_id(1) * PIECES
     places, xs, full = begin_stages(W, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH)
     a, b = staged_products(W, places, xs, full, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH)
-    pa, pb, left = add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS, SPLIT, ROW)
+    pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
     m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
     if GATED:
@@ -242,7 +234,6 @@ def staged_norm_product_kernel(
         gl.store(OUT + m * WIDTH + n, pa.to(OUT.dtype.element_ty), mask=(n < WIDTH) & (m < batch))
         n += HALF_ROWS
         gl.store(OUT + m * WIDTH + n, pb.to(OUT.dtype.element_ty), mask=(n < WIDTH) & (m < batch))
-    leave(COUNT, left, tile, tiles, SPLIT)
 
 
 @gluon.jit(do_not_specialize=["batch"])
@@ -254,7 +245,7 @@ def staged_residual_product_kernel(
 ):  # fmt: skip
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
-    tile, first, tiles = gl.program_id(0), gl.program_id(1) * PIECES, gl.num_programs(0)
+    tile, first = gl.program_id(0), gl.program_id(1) * PIECES
     places, xs, full = begin_stages(W, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH)
     n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1) + tile * (2 * HALF_ROWS)
     m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
@@ -264,10 +255,9 @@ def staged_residual_product_kernel(
     xa = gl.load(X + at, mask=keep_a, other=0.0)  # before the product, which takes longer than they to come
     xb = gl.load(X + at + HALF_ROWS, mask=keep_b, other=0.0)
     a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH)
-    pa, pb, left = add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS, SPLIT, ROW)
+    pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     gl.store(OUT + at, (pa + xa.to(gl.float32)).to(OUT.dtype.element_ty), mask=keep_a)
     gl.store(OUT + at + HALF_ROWS, (pb + xb.to(gl.float32)).to(OUT.dtype.element_ty), mask=keep_b)
-    leave(COUNT, left, tile, tiles, SPLIT)
 
 
 @gluon.jit(do_not_specialize=["batch", "out_pieces", "up_rows", "up_pieces"])
@@ -280,20 +270,20 @@ def staged_qkv_rope_kernel(
     LAST: gl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF - 1
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
-    tile, first, tiles = gl.program_id(0), gl.program_id(1) * PIECES, gl.num_programs(0)
+    tile, first = gl.program_id(0), gl.program_id(1) * PIECES
     places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
     a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
     # attention reads little where requests are few; meanwhile the memory brings what comes after it: pieces of 2 KB of the
     # output projection, and of what follows that the first up_pieces of 512 bytes of each row
     threads = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     index = (tile * SPLIT + gl.program_id(1)) * (32 * gl.num_warps()) + threads
-    for start in range(0, out_pieces, tiles * (SPLIT * 32 * gl.num_warps())):
+    for start in range(0, out_pieces, gl.num_programs(0) * (SPLIT * 32 * gl.num_warps())):
         ask_into_l2(NEXT + (index + start).to(gl.int64) * 1024, index + start, out_pieces, 2048)
-    for start in range(0, up_rows * up_pieces, tiles * (SPLIT * 32 * gl.num_warps())):
+    for start in range(0, up_rows * up_pieces, gl.num_programs(0) * (SPLIT * 32 * gl.num_warps())):
         here = index + start
         at = UP + (here // up_pieces).to(gl.int64) * K + here % up_pieces * 256
         ask_into_l2(at, here, up_rows * up_pieces, 512)
-    pa, pb, left = add_parts(a, b, PART, COUNT, tile, tiles, HALF_ROWS, SPLIT, ROW)
+    pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     # a tile's heads are all of queries, all of keys or all of values
     of_share = gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
     pair = tile * HALF_ROWS + gl.program_id(1) * SHARE + of_share
@@ -320,7 +310,6 @@ def staged_qkv_rope_kernel(
         else:
             gl.store(VC + cell, ra, mask=keep)
             gl.store(VC + cell + HALF, rb, mask=keep)
-    leave(COUNT, left, tile, tiles, SPLIT)
 
 
 def columns_of(tokens: int) -> int:
@@ -357,12 +346,13 @@ def constants(tile: ProductTile, k: int) -> dict[str, Any]:
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, tile: ProductTile, box: int, workspace: Workspace) -> tuple[Any, ...]:
-    """(the grid; what describes W and x to the copy engine; parts and counters)."""
+    """(the grid; what describes W and x to the copy engine; parts; arrivals)."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     columns, tiles = columns_of(len(x)), triton.cdiv(len(weight), tile.rows)
     wd = TensorDescriptor.from_tensor(weight, [box, COLUMNS.value], layout)
     xd = TensorDescriptor.from_tensor(x, [columns, COLUMNS.value], layout)
-    return (tiles, tile.split), wd, xd, *workspace.fit(tiles, tile, columns)
+    part, _ = workspace.fit(tiles, tile, columns)
+    return (tiles, tile.split), wd, xd, part, workspace.arrivals(tiles, tile.split)
 
 
 def staged_norm_product(

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from pdlab.kernels.product_tiles import ProductTile
+from pdlab.kernels.products import Workspace
 from pdlab.kernels.staged_product import constants, fits
 
 LLAMA = {"HEADS": 32, "KV_HEADS": 8, "PAGE": 16}
@@ -59,3 +60,13 @@ def test_what_they_cannot_do_is_left_to_the_others(changed: dict[str, Any]) -> N
 
     assert fit(**facts)
     assert not fit(**facts | changed)
+
+
+def test_arrivals_are_counted_apart_for_each_number_of_programs() -> None:
+    """A launch adds as many as share a tile, so a counter stays a multiple of that only if no other number is added to it."""
+    workspace = Workspace(torch.device("cpu"))
+    two, four = workspace.arrivals(32, 2), workspace.arrivals(32, 4)
+    two += 2
+    assert workspace.arrivals(200, 2) is two
+    assert not four.any()
+    assert not workspace.arrivals(300, 2).any(), "what is outgrown stays with the graphs that know it"
