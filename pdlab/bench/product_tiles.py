@@ -47,11 +47,11 @@ def shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-# (weight rows, elements of a step, warps, stages, slices) for up to 8, 32 and 64 activation rows
+# (weight rows, elements of a step, warps, stages) for up to 8, 32 and 64 activation rows
 SIZES = {
-    8: ((64, 128, 4, 4, 1), (16, 512, 4, 4, 4)),
-    32: ((64, 128, 4, 4, 1), (64, 128, 4, 3, 1)),
-    64: ((64, 128, 4, 3, 1), (64, 64, 4, 4, 1), (128, 64, 8, 4, 1)),
+    8: ((64, 128, 4, 4),),
+    32: ((64, 128, 4, 4), (64, 128, 4, 3)),
+    64: ((64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4)),
 }
 # (weight rows, warps, stages, pieces asked into L2 together) of staged_product, the same
 STAGED = {
@@ -65,10 +65,8 @@ TOKENS = 640  # in each request's cache, in whole steps
 
 
 def held_bytes(tile: ProductTile, columns: int, itemsize: int = 2) -> int:
-    """Shared memory of a program. Matrix instructions that read operands there while the next tile comes (Hopper's, which need
-    all warps on one tile) take a tile more than those that load them into registers first."""
-    there = tile.stages if tile.tma or tile.slices == 1 else tile.stages - 1
-    return there * (tile.rows + columns) * tile.k * itemsize
+    """Shared memory of a program."""
+    return tile.stages * (tile.rows + columns) * tile.k * itemsize
 
 
 def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> Iterator[ProductTile]:
@@ -81,7 +79,7 @@ def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int
     yield rule
     columns, seen = columns_of(batch), {rule}
     size = min(size for size in SIZES if batch <= size)
-    sizes = [replace(rule, rows=r, k=tile_k, warps=w, stages=s, slices=slices) for r, tile_k, w, s, slices in SIZES[size]]
+    sizes = [replace(rule, rows=r, k=tile_k, warps=w, stages=s) for r, tile_k, w, s in SIZES[size]]
     if tuning.capability == (9, 0):
         sizes += [replace(rule, rows=r, k=64, warps=w, stages=s, fetch=f, tma=True) for r, w, s, f in STAGED[size]]
     for tile in sizes:
@@ -96,12 +94,12 @@ def product_candidates(tuning: Tuning, op: str, outputs: int, k: int, batch: int
         fitting = [1] + [s for s in SHARES if tiles * s <= room and k % (tile_k * s) == 0 and k // (tile_k * s) >= 2]
         if tile.tma:
             fitting = [s for s in fitting if s & (s - 1) == 0]
-        if (tiles > room and rows < columns) or (rows < 32 and tiles > room):
-            continue  # x, which every tile reads again, would be most of what is read
         ask = max(1, (32 << 10) // rows // tile_k)
         for split in {fitting[-1], max(s for s in fitting if 2 * s <= fitting[-1] or s == 1)}:
             fetch = 1 << (min(ask, k // split // tile_k).bit_length() - 1)
-            found = replace(tile, split=split, fetch=tile.fetch if tile.tma else fetch if rule.pdl else 0)
+            found = replace(tile, split=split, fetch=fetch if rule.pdl else 0)
+            if tile.tma:
+                found = replace(found, stages=min(tile.stages, k // split // tile_k), fetch=tile.fetch)
             if found not in seen and tiles * split >= 0.7 * tuning.multiprocessors:
                 seen.add(found)
                 yield found

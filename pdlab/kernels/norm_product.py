@@ -39,7 +39,7 @@ def norm_product_kernel(
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, SLICES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     EACH: tl.constexpr = 2 if ACTIVATION == _SWIGLU else 1  # weight rows an output
@@ -47,7 +47,7 @@ def norm_product_kernel(
     rows = tl.minimum(tile * (ROWS // EACH) + lanes // EACH, WIDTH - 1) + lanes % EACH * WIDTH
     acc, whole = products(
         X, NORM_W, NORM_B, W, X, W, PART, COUNT, rows, tile, batch, eps,
-        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, SLICES,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA,
     )  # fmt: skip
     if whole:
         if BIASED:
@@ -89,6 +89,6 @@ def norm_product(
     norm_product_kernel[(tiles, tile.split)](
         x, norm.weight, norm.weight if norm.bias is None else norm.bias, weight, x if bias is None else bias, out,
         part, count, norm.eps, tokens, WIDTH=width, ACTIVATION=activation, BIASED=bias is not None,
-        SLICES=tile.slices, **constants(tile, columns, k, kind),
+        **constants(tile, columns, k, kind),
     )  # fmt: skip
     return out

@@ -34,7 +34,7 @@ def norm_qkv_rope_kernel(
     ROPE: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, SLICES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     last = (HEADS + 2 * KV_HEADS) * HALF - 1
@@ -57,7 +57,7 @@ def norm_qkv_rope_kernel(
 
     acc, whole = products(
         X, NORM_W, NORM_B, W, X, W, PART, COUNT, rows, tile, batch, eps,
-        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, SLICES,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA,
     )  # fmt: skip
     if whole:
         if BIASED:
@@ -108,6 +108,6 @@ def norm_qkv_rope(
         x, norm.weight, norm.weight if norm.bias is None else norm.bias, w.qkv, x if w.qkv_bias is None else w.qkv_bias,
         cos, sin, view.positions, view.slots, q, view.k, view.v, part, count, norm.eps, tokens,
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page, ROPE=rope is not None, BIASED=w.qkv_bias is not None,
-        SLICES=tile.slices, **constants(tile, columns, k, kind),
+        **constants(tile, columns, k, kind),
     )  # fmt: skip
     return q

@@ -25,7 +25,6 @@ class ProductTile:
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     tma: bool = False  # tiles by the copy engine; Hopper, several activation rows: staged_product, or the vocabulary's product
-    slices: int = 1  # of a step's elements, one a warp: 1 or `warps`; several activation rows
     # by staged_product's QKV, into L2 while attention runs: percent of the output projection, 512 bytes of each row of up
     ask_out: int = 0
     ask_up: int = 0

@@ -5,10 +5,8 @@
 Bytes: W once, rows * K * itemsize; x is small and stays in L2. Bound: bandwidth. The weights are the tall operand whatever the
 batch, so a program streams its ROWS rows of W and keeps [ROWS, BM] results.
 
-One activation row (BM = 1): multiply-adds on the plain cores; more: matrix products with the batch as the narrow side, in
-which all warps take the same elements of K, or with SLICES > 1 each warp a slice of its own: a tile of as few as 16 weight rows
-then keeps all warps busy, so that a product with few rows fills the device without programs that share a tile. What a program
-asks for before it waits for the kernel launched before it (tiles of W: with one row AHEAD into registers, then FETCH
+One activation row (BM = 1): multiply-adds on the plain cores; more: matrix products with the batch as the narrow side. What a
+program asks for before it waits for the kernel launched before it (tiles of W: with one row AHEAD into registers, then FETCH
 into L2) streams in under that kernel's tail. What that kernel wrote is read after the wait; nothing is written before it.
 
 With one row RMSNorm's 1/rms scales the product, so it needs no pass of its own: sum x^2 is gathered beside it. LayerNorm
@@ -149,30 +147,6 @@ def begin(W, rows, first, K: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexp
 
 
 @triton.jit
-def _sliced_rows(
-    X, W, rows, first, batch,
-    K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Each warp multiplies its own slice of a turn's BK elements; the warps' results meet once, at the end."""
-    m = tl.arange(0, BM)[None, :, None]
-    lanes = tl.arange(0, SLICES)[:, None] * (BK // SLICES) + tl.arange(0, BK // SLICES)[None, :]
-    acc = tl.zeros((SLICES, ROWS, BM), tl.float32)
-    for start in tl.range(first, first + SPAN, BK, num_stages=STAGES):
-        k = (start + lanes)[:, None, :]
-        here = W + rows.to(tl.int64)[None, :, None] * K + k
-        there = X + m * K + k
-        if EVEN:
-            w = tl.load(here, eviction_policy="evict_first")
-            x = tl.load(there, mask=m < batch, other=0.0)
-        else:
-            w = tl.load(here, mask=k < K, other=0.0, eviction_policy="evict_first")
-            x = tl.load(there, mask=(m < batch) & (k < K), other=0.0)
-        acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
-    return tl.sum(acc, 0)
-
-
-@triton.jit
 def _many_rows(
     X, W, XD, WD, rows, tile, first, batch,
     K: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
@@ -197,7 +171,7 @@ def products(
     X, NORM_W, NORM_B, W, XD, WD, PART, COUNT, rows, tile, batch, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
     FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    SLICES: tl.constexpr = 1, BEGUN: tl.constexpr = False,
+    BEGUN: tl.constexpr = False,
 ):  # fmt: skip
     """(P float32 [ROWS, BM], whether this program holds the whole of it). Program (tile, part) of a grid [tiles, SPLIT].
 
@@ -213,10 +187,7 @@ def products(
         tl.static_assert(NORM == 0, "several rows come normed")
         if not BEGUN:
             begin(W, rows, part * SPAN, K, FETCH * BK, PDL)
-        if SLICES > 1:
-            acc = _sliced_rows(X, W, rows, part * SPAN, batch, K, SPAN, ROWS, BM, BK, SLICES, EVEN, STAGES)
-        else:
-            acc = _many_rows(X, W, XD, WD, rows, tile, part * SPAN, batch, K, SPAN, ROWS, BM, BK, EVEN, STAGES, TMA)
+        acc = _many_rows(X, W, XD, WD, rows, tile, part * SPAN, batch, K, SPAN, ROWS, BM, BK, EVEN, STAGES, TMA)
         squares = tl.zeros((BM,), tl.float32)
     whole = part == SPLIT - 1
     if SPLIT > 1:

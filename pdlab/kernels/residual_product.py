@@ -26,7 +26,7 @@ def residual_product_kernel(
     OUTPUTS: tl.constexpr,
     BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, SLICES: tl.constexpr,
+    FETCH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     lanes = tile * ROWS + tl.arange(0, ROWS)
@@ -40,7 +40,7 @@ def residual_product_kernel(
         x = tl.load(X + at, mask=keep, other=0.0)  # before the product, which takes longer than it to come
     acc, whole = products(
         U, U, U, W, U, W, PART, COUNT, rows, tile, batch, 0.0,
-        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, SLICES, BM > 1,
+        K, ROWS, BM, BK, SPLIT, AHEAD, FETCH, NORM, PDL, STAGES, TMA, BM > 1,
     )  # fmt: skip
     if whole:
         if BIASED:
@@ -69,6 +69,6 @@ def residual_product(
     out = torch.empty_like(x)
     residual_product_kernel[(tiles, tile.split)](
         u, weight, x if bias is None else bias, x, out, part, count, tokens, OUTPUTS=outputs, BIASED=bias is not None,
-        SLICES=tile.slices, **constants(tile, columns, k, PLAIN),
+        **constants(tile, columns, k, PLAIN),
     )  # fmt: skip
     return out

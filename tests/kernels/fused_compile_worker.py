@@ -45,7 +45,7 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
 
     def product(op: str, outputs: int, k: int, kind: int) -> dict[str, Any]:
         tile: ProductTile = tile_of(op, outputs, k, batch)
-        return {"SLICES": tile.slices} | constants(tile, columns, k, kind if batch == 1 else PLAIN)
+        return constants(tile, columns, k, kind if batch == 1 else PLAIN)
 
     rope = c.family != "gpt2"
     shape = {"HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads, "HALF": c.head_dim // 2, "PAGE": 16, "ROPE": rope}

@@ -70,8 +70,6 @@ def ask() -> Iterator[Ask]:
         pytest.param({"tokens": 5, "biases": True}, {"split": 3}, id="five rows-biases-three programs a row"),
         pytest.param(GPT2 | {"tokens": 17, "hidden": 32, "dtype": "float16"}, {}, id="seventeen rows-gpt2-float16"),
         pytest.param({"tokens": 3, "qk_norm": True}, {}, id="three rows-q and k norms"),
-        pytest.param({"tokens": 6}, {"k": 64, "slices": 4}, id="six rows-a slice of K each warp"),
-        pytest.param(GPT2 | {"tokens": 3}, {"k": 16, "slices": 2, "split": 2}, id="three rows-gpt2-slices-two programs a row"),
     ],
 )
 def test_every_operation_matches_float64(ask: Ask, shape: dict[str, Any], tile: dict[str, Any]) -> None:
