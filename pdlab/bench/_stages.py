@@ -6,9 +6,9 @@
     fused        one kernel an operation instead of several
     dependent    programmatic dependent launch: a kernel's first weights are loaded under the tail of the one before it
     ring         products of one row by a ring of weight tiles in shared memory that the copy engine fills (Hopper)
-    persistent   one row: all layers as one kernel whose weights never stop coming (Hopper, where the tuning table says so)
     two_steps    two steps in flight: the host plans in the shadow of the device
     ours         all of them
+    persistent   besides: one row: all layers as one kernel whose weights never stop coming (Hopper)
     prefetch     besides: each kernel asks for the first weights of the next one, into L2; off unless asked for
 
 A variant is a set of switches. It is called by what it has (`with_graph_attention`) or by the only one it lacks
@@ -42,13 +42,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "fused": {"ops": "auto"},
     "dependent": {"dependent_launch": True},
     "ring": {"weight_ring": True},
-    "persistent": {"persistent_decode": True},
     "two_steps": {"steps_in_flight": 2},
 }
 BESIDES: dict[str, dict[str, Any]] = {  # not among what is on by default
     "prefetch": {"weight_prefetch": True},
+    "persistent": {"persistent_decode": True},
 }
-OF_FUSED = ("dependent", "ring", "persistent")  # techniques of the fused operations, without which they change nothing
+OF_FUSED = ("dependent", "ring")  # techniques of the fused operations, without which they change nothing
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)
 

@@ -96,7 +96,7 @@ class EngineConfig:
     weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn
     weight_prefetch: bool = False  # rings ask for the next product's weights, into the L2 cache
     measured_tiles: bool = True  # tiles from the device's tuning table, else by rules
-    persistent_decode: bool = True  # single rows: all layers as one kernel, where the device's tuning table says it is faster
+    persistent_decode: bool | None = None  # single rows: all layers as one kernel; None: where the tuning table says so
 
     # batching and scheduling
     batching: str = "continuous_chunked"
@@ -163,8 +163,10 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
-        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs", "prefill_graphs", "persistent_decode"):
+        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs", "prefill_graphs"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
+        wanted = self.persistent_decode
+        _check(wanted is None or isinstance(wanted, bool), "persistent_decode", wanted, "use True, False or None")
         steps = self.steps_in_flight
         _check(_is_int(steps) and steps in (1, 2), "steps_in_flight", steps, "use 1 or 2")
         _check(_is_int(self.seed), "seed", self.seed, "use a whole number")

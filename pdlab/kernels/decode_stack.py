@@ -33,7 +33,6 @@ class StackTile:
 
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
-    ahead: int = 0  # pieces of 32 KB of W_up that a program asks into L2 while attention is computed
     patience: int = 1 << 18  # looks at a counter before a wait gives up: about 0.2 s
 
     def stages_for(self, longest: int) -> int:
@@ -99,7 +98,7 @@ class DecodeStack:
             )
             for n in LINEAR
         ]
-        self.up, self.norms = stacked["up"], [stacked[n] for n in NORMS]
+        self.norms = [stacked[n] for n in NORMS]
         self.q, self.attn = (torch.empty(heads * head_dim, dtype=dtype, device=device) for _ in "qa")
         self.u = torch.empty(self.ffn, dtype=dtype, device=device)
         rows = self.parts * heads
@@ -114,7 +113,7 @@ class DecodeStack:
         out = torch.empty_like(x)
         parts = max(1, min(self.parts, triton.cdiv(view.max_kv, keys_of(self.head_dim))))
         persistent_decode_kernel[(self.programs,)](
-            x, out, *self.weights, self.up, *self.norms, rope.cos, rope.sin, view.positions, view.slots, view.seq_lens,
+            x, out, *self.weights, *self.norms, rope.cos, rope.sin, view.positions, view.slots, view.seq_lens,
             view.block_table, view.base, view.k, view.v, self.q, self.attn, self.u, self.part_o, self.part_m, self.part_l,
             self.count, self.failed, view.k.stride(0), *self.eps, LOG2E * self.head_dim**-0.5, len(self.layers), parts,
             self.tile.patience, **self.constants(), PAGED=view.kind == "paged", PAGE=view.page_size,
@@ -136,7 +135,7 @@ def kernel_constants(
     return {
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
         "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
-        "AHEAD": tile.ahead * 2048 // hidden, "STAGES": tile.stages_for(max(lengths)),
+        "STAGES": tile.stages_for(max(lengths)),
     }  # fmt: skip
 
 

@@ -38,18 +38,18 @@ class FusedOps(DispatchedOps):
 
     def __init__(
         self, *args: Any, pdl: bool = True, ring: bool = True, prefetch: bool = False, measured: bool = True,
-        persistent: bool = False,
+        persistent: bool | None = None,
     ) -> None:  # fmt: skip
         """The techniques one by one, each where the device has it; to change one later set the attribute before the first step.
 
         `pdl`: programmatic dependent launch. `ring`: single rows by a ring of weights in shared memory. `prefetch`: rings ask
         for weights of the next product, into L2. `measured`: tiles from the device's table, else by the rule. `persistent`: all
-        layers of a step with one row as one kernel, where the device's table says that this is faster.
+        layers of a step with one row as one kernel; None: where the device's table says that this is faster.
         """
         super().__init__(*args)
         self.pdl, self.ring = pdl and self.tuning.capability >= (9, 0), ring and self.tuning.capability == (9, 0)
         self.prefetch, self.measured = prefetch, measured
-        self.persistent = persistent and self.tuning.capability == (9, 0)
+        self.persistent = persistent if self.tuning.capability == (9, 0) else False
         self.stack_tile: StackTile | None = None  # set before the first step: whatever the table says
         self.stacks: dict[int, tuple[list[LayerWeights], DecodeStack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
@@ -109,19 +109,18 @@ class FusedOps(DispatchedOps):
 
     def _stack_tile(self, layers: list[LayerWeights], kv: int) -> StackTile | None:
         """How the persistent kernel is cut for these layers; None where it is not wanted, or not known to be faster."""
-        if not self.persistent:
+        if self.persistent is False:
             return None
-        if self.stack_tile is not None:
-            return self.stack_tile
-        from pdlab.kernels.decode_stack import measured_tile
+        from pdlab.kernels.decode_stack import StackTile, measured_tile
 
-        return measured_tile(self.tuning, layers, kv) if self.measured else None
+        found = measured_tile(self.tuning, layers, kv) if self.measured else None
+        return self.stack_tile or found or (StackTile() if self.persistent else None)
 
     def layer_stack(
         self, x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable | None, view: KVView
     ) -> torch.Tensor | None:
         """All layers by the persistent kernel, `view` over all of them; None where it does not fit, or is not wanted."""
-        if not self.persistent or rope is None or not len(x) == len(view.seq_lens) == view.max_q == 1:
+        if self.persistent is False or rope is None or not len(x) == len(view.seq_lens) == view.max_q == 1:
             return None
         if (tile := self._stack_tile(layers, view.max_kv)) is None:
             return None

@@ -1,4 +1,4 @@
-"""All layers of a decode step with one activation row as one kernel: a producer warp streams weights, two warpgroups compute.
+"""All layers of a decode step with one activation row as one kernel: a producer warp streams weights, four warps compute.
 
 For each layer, what five fused kernels do in turn (x is the residual stream, [H]):
 
@@ -7,9 +7,9 @@ For each layer, what five fused kernels do in turn (x is the residual stream, [H
 
 As many programs as multiprocessors are resident from beginning to end. Weights depend on nothing, so in each program one warp
 does nothing but copy this program's pieces of all products of all layers, one after the other, into a ring in shared memory
-(192 KB: 25 MB on a whole H200, 5.4 us of reading), and stops only where the ring is full. Two warpgroups multiply what has
-arrived, a tile each at a time (see persistent_products); the first also does what stands between products. Programs wait for
-one another's results by counters in L2 (a release by each that has stored its results, an acquire by each that will read them):
+(192 KB: 25 MB on a whole H200, 5.4 us of reading), and stops only where the ring is full. The other warps multiply what has
+arrived (see ring_product) and wait for one another's results by counters in L2 (a release by each program that has stored its
+results, an acquire by each that will read them):
 
     after W_qkv, W_out, W_up, W_down   all programs for all: each of them reads the whole vector
     after attention                    for KV_HEADS arrivals: the last program of a head to finish combines that head's parts
@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from pdlab.kernels.persistent_attention import attention
-from pdlab.kernels.persistent_products import ROW, activation, arrive, gated, produce, qkv, residual
+from pdlab.kernels.persistent_products import activation, arrive, gated, produce, qkv, residual
 from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, barrier
 
 
@@ -55,65 +55,18 @@ def _leave(X, COUNT, FAILED, counters, programs, patience, HIDDEN: gl.constexpr)
 
 
 @gluon.jit
-def _assist(
-    ring, full, empty, ys, X, OUT_X, meeting, rope, where, caches, vectors, layers,
-    HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
-    PAGE: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The second warpgroup: every other tile of each product, once the first has x in place."""
-    WIDTH: gl.constexpr = HEADS * HEAD
-    TILE: gl.constexpr = 2 * PAIRS
-    AT_OUT: gl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD // TILE
-    AT_UP: gl.constexpr = AT_OUT + HIDDEN // TILE
-    AT_DOWN: gl.constexpr = AT_UP + 2 * FFN // TILE
-    scales, ready, done = meeting
-    COS, SIN = rope
-    POSITIONS, SLOTS, _LENGTHS = where
-    KC, VC, kv_stride = caches
-    Q, _ATTN, U = vectors
-    token = (gl.load(SLOTS), gl.load(POSITIONS))
-    i = 0
-    before = X
-    for layer in range(layers):
-        begin = layer * (AT_DOWN + HIDDEN // TILE)
-        far_layer = layer.to(gl.int64) * kv_stride  # type: ignore[attr-defined]
-        mbarrier.wait(ready, 0)
-        i = qkv(ring, full, empty, ys, scales.load(ROW), i, begin, token, COS, SIN, Q, KC + far_layer, VC + far_layer, 1,
-                HIDDEN, HEADS, KV_HEADS, HEAD // 2, PAGE, PANELS, STAGES)  # fmt: skip
-        _tell(done)
-        mbarrier.wait(ready, 1)
-        i = residual(ring, full, empty, ys, i, begin + AT_OUT, before, OUT_X, 1, HIDDEN, WIDTH, PANELS, STAGES)
-        before = OUT_X
-        _tell(done)
-        mbarrier.wait(ready, 0)
-        i = gated(ring, full, empty, ys, scales.load(ROW), i, begin + AT_UP, U, 1, FFN, HIDDEN, PANELS, STAGES)
-        _tell(done)
-        mbarrier.wait(ready, 1)
-        i = residual(ring, full, empty, ys, i, begin + AT_DOWN, OUT_X, OUT_X, 1, HIDDEN, FFN, PANELS, STAGES)
-        _tell(done)
-
-
-@gluon.jit
-def _tell(done):
-    barrier()  # all of this warpgroup's stores are made
-    mbarrier.arrive(done, count=1)
-
-
-@gluon.jit
-def _lead(
-    ring, full, empty, ys, X, OUT_X, meeting, norms, rope, where, table, caches, vectors, partial, COUNT, FAILED, numbers,
+def _consume(
+    ring, full, empty, ys, X, OUT_X, norms, rope, where, table, caches, vectors, partial, COUNT, FAILED, numbers,
     HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
     GROUP_PAD: gl.constexpr, PARTS: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The first warpgroup: what stands between products, attention, and every other tile."""
     WIDTH: gl.constexpr = HEADS * HEAD
     TILE: gl.constexpr = 2 * PAIRS
     AT_OUT: gl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD // TILE
     AT_UP: gl.constexpr = AT_OUT + HIDDEN // TILE
     AT_DOWN: gl.constexpr = AT_UP + 2 * FFN // TILE
     COUNTERS: gl.constexpr = 5 + KV_HEADS  # of a layer
-    scales, ready, done = meeting
     ATTN_NORM, MLP_NORM, eps_attn, eps_mlp = norms
     COS, SIN = rope
     POSITIONS, SLOTS, LENGTHS = where
@@ -130,31 +83,23 @@ def _lead(
         far_layer = layer.to(gl.int64) * kv_stride  # type: ignore[attr-defined]  # a cache may hold more than 32 bits count
         kc, vc = KC + far_layer, VC + far_layer
         count = COUNT + layer * COUNTERS
-        scale, patience = activation(
-            before, ATTN_NORM + layer * HIDDEN, eps_attn, ys, scales, ready, arrived, target, patience, HIDDEN, True
-        )
-        i = qkv(ring, full, empty, ys, scale, i, begin, token, COS, SIN, Q, kc, vc, 0, HIDDEN, HEADS, KV_HEADS, HEAD // 2,
-                PAGE, PANELS, STAGES)  # fmt: skip
-        mbarrier.wait(done, 0)
+        scale, patience = activation(before, ATTN_NORM + layer * HIDDEN, eps_attn, ys, arrived, target, patience, HIDDEN, True)
+        i = qkv(ring, full, empty, ys, scale, i, begin, token, COS, SIN, Q, kc, vc, HIDDEN, HEADS, KV_HEADS, HEAD // 2, PAGE,
+                 PANELS, STAGES)  # fmt: skip
         arrive(count)
         patience = attention(
             Q, kc, vc, table, partial, ATTN, count, programs, length, parts, scale_log2, patience,
             KV_HEADS, HEADS // KV_HEADS, GROUP_PAD, HEAD, PARTS, PAGED, PAGE,
         )  # fmt: skip
-        _one, patience = activation(ATTN, ATTN, 0.0, ys, scales, ready, count + 1, KV_HEADS, patience, WIDTH, False)
-        i = residual(ring, full, empty, ys, i, begin + AT_OUT, before, OUT_X, 0, HIDDEN, WIDTH, PANELS, STAGES)
+        _one, patience = activation(ATTN, ATTN, 0.0, ys, count + 1, KV_HEADS, patience, WIDTH, False)
+        i = residual(ring, full, empty, ys, i, begin + AT_OUT, before, OUT_X, HIDDEN, WIDTH, PANELS, STAGES)
         before = OUT_X
-        mbarrier.wait(done, 1)
         arrive(count + 2)
-        scale, patience = activation(
-            OUT_X, MLP_NORM + layer * HIDDEN, eps_mlp, ys, scales, ready, count + 2, programs, patience, HIDDEN, True
-        )
-        i = gated(ring, full, empty, ys, scale, i, begin + AT_UP, U, 0, FFN, HIDDEN, PANELS, STAGES)
-        mbarrier.wait(done, 0)
+        scale, patience = activation(OUT_X, MLP_NORM + layer * HIDDEN, eps_mlp, ys, count + 2, programs, patience, HIDDEN, True)
+        i = gated(ring, full, empty, ys, scale, i, begin + AT_UP, U, FFN, HIDDEN, PANELS, STAGES)
         arrive(count + 3)
-        _one, patience = activation(U, U, 0.0, ys, scales, ready, count + 3, programs, patience, FFN, False)
-        i = residual(ring, full, empty, ys, i, begin + AT_DOWN, OUT_X, OUT_X, 0, HIDDEN, FFN, PANELS, STAGES)
-        mbarrier.wait(done, 1)
+        _one, patience = activation(U, U, 0.0, ys, count + 3, programs, patience, FFN, False)
+        i = residual(ring, full, empty, ys, i, begin + AT_DOWN, OUT_X, OUT_X, HIDDEN, FFN, PANELS, STAGES)
         arrived, target = count + 4, programs
         arrive(arrived)
     _leave(OUT_X, COUNT, FAILED, layers * COUNTERS, programs, patience, HIDDEN)
@@ -162,11 +107,11 @@ def _lead(
 
 @gluon.jit(do_not_specialize=["layers", "parts", "patience"])
 def persistent_decode_kernel(
-    X, OUT_X, QKV, OUT, UP, DOWN, UP_AT, ATTN_NORM, MLP_NORM, COS, SIN, POSITIONS, SLOTS, LENGTHS, TABLE, BASE, KC, VC, Q, ATTN,
-    U, PART_O, PART_M, PART_L, COUNT, FAILED, kv_stride, eps_attn, eps_mlp, scale_log2, layers, parts, patience,
+    X, OUT_X, QKV, OUT, UP, DOWN, ATTN_NORM, MLP_NORM, COS, SIN, POSITIONS, SLOTS, LENGTHS, TABLE, BASE, KC, VC, Q, ATTN, U,
+    PART_O, PART_M, PART_L, COUNT, FAILED, kv_stride, eps_attn, eps_mlp, scale_log2, layers, parts, patience,
     HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
     GROUP_PAD: gl.constexpr, PARTS: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = HEADS * HEAD
     PACKED: gl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD
@@ -178,24 +123,16 @@ def persistent_decode_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    scales = gl.allocate_shared_memory(gl.float32, [PAIRS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    mbarrier.init(done, count=1)
     fence_async_shared()
     norms = (ATTN_NORM, MLP_NORM, eps_attn, eps_mlp)
     rope, where, table = (COS, SIN), (POSITIONS, SLOTS, LENGTHS), (TABLE, BASE)
     caches, vectors, partial = (KC, VC, kv_stride), (Q, ATTN, U), (PART_O, PART_M, PART_L)
-    numbers, weights = (scale_log2, layers, parts, patience), (QKV, OUT, UP, DOWN, UP_AT)
-    meeting = (scales, ready, done)
+    numbers, weights = (scale_log2, layers, parts, patience), (QKV, OUT, UP, DOWN)
     # constants stay constants only where they are written in the call itself
     # fmt: off
     gl.warp_specialize([
-        (_lead, (ring, full, empty, ys, X, OUT_X, meeting, norms, rope, where, table, caches, vectors, partial, COUNT, FAILED,
-                 numbers, HIDDEN, FFN, HEADS, KV_HEADS, HEAD, GROUP_PAD, PARTS, PAGED, PAGE, PANELS, STAGES)),
-        (_assist, (ring, full, empty, ys, X, OUT_X, meeting, rope, where, caches, vectors, layers,
-                   HIDDEN, FFN, HEADS, KV_HEADS, HEAD, PAGE, PANELS, STAGES)),
-        (produce, (ring, full, empty, weights, layers, HIDDEN, FFN, WIDTH, PACKED, HEAD // 2, PANELS, STAGES, AHEAD)),
-    ], [4, 1], [152, 40])
+        (_consume, (ring, full, empty, ys, X, OUT_X, norms, rope, where, table, caches, vectors, partial, COUNT, FAILED,
+                    numbers, HIDDEN, FFN, HEADS, KV_HEADS, HEAD, GROUP_PAD, PARTS, PAGED, PAGE, PANELS, STAGES)),
+        (produce, (ring, full, empty, weights, layers, HIDDEN, FFN, WIDTH, PACKED, HEAD // 2, PANELS, STAGES)),
+    ], [1], [40])
     # fmt: on

@@ -21,7 +21,7 @@ from pdlab.models.catalogue import config_of
 
 FLOATS = ("eps_attn", "eps_mlp", "scale_log2")
 WEIGHTS = ("QKV", "OUT", "UP", "DOWN")
-BF16 = ("UP_AT", "X", "OUT_X", "ATTN_NORM", "MLP_NORM", "KC", "VC", "Q", "ATTN", "U")
+BF16 = ("X", "OUT_X", "ATTN_NORM", "MLP_NORM", "KC", "VC", "Q", "ATTN", "U")
 FP32 = ("COS", "SIN", "PART_O", "PART_M", "PART_L")
 INT64 = ("POSITIONS", "SLOTS", "BASE")
 INT32 = ("LENGTHS", "TABLE", "COUNT", "FAILED")

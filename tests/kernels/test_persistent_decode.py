@@ -112,22 +112,23 @@ def test_the_table_says_for_which_layers_and_up_to_how_many_tokens(monkeypatch: 
     assert measured_tile(tuning, layers, 100) is None, "what was not measured is not used"
 
 
-def test_the_switch_needs_hopper_and_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_needs_hopper_and_left_alone_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError):
         EngineConfig(persistent_decode=1)  # type: ignore[arg-type]
     x, layers, rope, view = StackCase().make()
     asked: list[int] = []
     monkeypatch.setattr(decode_stack, "measured_tile", lambda tuning, layers, kv: asked.append(kv))
-    for capability, wanted in (((9, 0), True), ((8, 0), False)):
-        ops = FusedOps(
-            [], "plain", StackCase(), 1, torch.device("cpu"), "float32", Tuning("cpu", capability, 4, 32 << 20), persistent=True
-        )
-        assert ops.persistent is wanted
-        assert ops.layer_stack(x, layers, rope, view) is None
-        assert asked == [view.max_kv] * wanted
-        ops.stack_tile = StackTile()
-        assert ops.layer_stack(x, layers, rope, view) is None, "float32 layers do not fit"
-        asked.clear()
+
+    def ops(capability: tuple[int, int], persistent: bool | None) -> FusedOps:
+        tuning = Tuning("cpu", capability, 4, 32 << 20)
+        return FusedOps([], "plain", StackCase(), 1, torch.device("cpu"), "float32", tuning, persistent=persistent)
+
+    for persistent, tile in ((None, None), (True, StackTile()), (False, None)):
+        made = ops((9, 0), persistent)
+        assert made._stack_tile(layers, 40) == tile
+        assert made.layer_stack(x, layers, rope, view) is None, "float32 layers do not fit"
+    assert asked == [40, view.max_kv] * 2, "nothing is looked up where the switch is off"
+    assert ops((8, 0), True)._stack_tile(layers, 40) is None
 
 
 def test_a_model_leaves_its_layers_to_operations_that_take_them_and_to_no_others() -> None:

@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 from persistent_cases import StackCase, given_up, stack_errors
 
 from pdlab.core.config import EngineConfig, SamplingParams
-from pdlab.kernels.decode_stack import StackTile
 from pdlab.llm import LLM
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -82,8 +81,6 @@ def test_a_graph_of_many_layers_gives_the_same_stream_at_every_replay() -> None:
 def answer(persistent: bool) -> Any:
     settings = {"dtype": "bfloat16", "max_model_len": 256, "max_batch_requests": 1, "kv_capacity_tokens": 512}
     with LLM("random:llama-1b", EngineConfig(persistent_decode=persistent, **settings)) as llm:
-        if persistent:  # whatever the device's table says
-            llm.engine.executor.model.ops.stack_tile = StackTile()  # type: ignore[attr-defined]
         params = SamplingParams(max_tokens=48, ignore_eos=True, logprobs=2)
         output = llm.generate([list(range(1, 60))], params)[0]
         stacks = llm.engine.executor.model.ops.stacks if persistent else {}
