@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdlab.kernels.tuning import HopperTile
 
 IN_REGISTERS = 32  # requests that prefill_items orders by length
+SHORT = 512  # tokens of prompts of which all heads run at once, request by request, where they are more than that
 
 
 def fits(q: torch.Tensor, view: KVView) -> bool:
@@ -113,6 +114,18 @@ def item_of(
     return tile, 64 * tile.consumers // pack, pack
 
 
+def heads_at_once(kv_heads: int, fit: int, items: int, blocks_at_once: int) -> int:
+    """KV heads whose items run before those of the next: `fit` of them, so many as have room in L2 together.
+
+    Unless too few are left over for the end: then their longest items would begin when everybody else is done. `items`: of a
+    KV head.
+    """
+    fit = max(1, min(kv_heads, fit))
+    if 0 < kv_heads % fit * items < 1.5 * blocks_at_once:
+        fit = max(n for n in range(1, fit + 1) if kv_heads % n == 0)
+    return fit
+
+
 @dataclass(frozen=True)
 class Launch:
     """What a call is besides its tensors: the same for all layers of a step, so a model makes it once for all of them."""
@@ -141,17 +154,18 @@ def plan(
     group, multiprocessors = heads // kv_heads, _multiprocessors(q.device.index)
     tile, item_rows, share = item_of(tile, view, heads, group, dim, multiprocessors)
     units = heads // share
-    at_once, in_order = units, True
-    if not tile.blocks and view.max_q > tile.by_request:
+    most = -(-tokens // item_rows) + min(batch, tokens)  # items of a head; every request may waste part of one
+    in_order = bool(tile.blocks) or view.max_q <= tile.by_request or batch == 1 or batch > IN_REGISTERS
+    at_once = units
+    if not (tile.blocks or view.max_q <= tile.by_request or (batch > IN_REGISTERS and view.max_q <= SHORT)):
         held = sum(kv for _, kv in view.host_lens) or batch * view.max_kv
-        at_once = group // share * max(1, min(kv_heads, l2_bytes // (2 * max(held, 1) * dim * q.element_size())))
-        in_order = batch == 1 or batch > IN_REGISTERS
+        fit = l2_bytes // (2 * max(held, 1) * dim * q.element_size())
+        at_once = group // share * heads_at_once(kv_heads, fit, group // share * most, multiprocessors)
     if tile.blocks:
         from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel as kernel
     else:
         from pdlab.kernels.flash_prefill_turns import flash_prefill_turns_kernel as kernel
     pack = 1 if tile.blocks else share
-    most = -(-tokens // item_rows) + min(batch, tokens)  # items of a head; every request may waste part of one
     keys = (min(view.page_size, tile.block_n), 64) if paged else (tile.block_n, dim)
     rows = (64, dim) if pack == 1 else (64 // pack, 64)
     return Launch(

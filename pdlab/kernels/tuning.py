@@ -210,8 +210,13 @@ def ring_rule(capability: tuple[int, int], shared_bytes: int, head_dim: int) -> 
 
 def hopper_rule(head_dim: int, queries: int) -> HopperTile | None:
     """Short prompts: independent consumers, each with blocks of 64 rows of its own over K and V that stay in the ring; longer
-    ones: pairs that take turns over tiles of 128 keys. None for head size 64, whose tiles were not yet held against float64 on
-    a GPU for chunks after prefixes: there only a table, which `pdlab bench attention_tiles` makes, turns the kernels on."""
+    ones: pairs that take turns over tiles of 128 keys. None for other head sizes than 64 and 128."""
+    if head_dim == 64:
+        if queries <= 512:
+            return (
+                HopperTile(3, 64, 9, turns=0, blocks=4, share=4) if queries <= 256 else HopperTile(3, 64, 9, turns=0, blocks=8)
+            )
+        return HopperTile(2, 128, 4)
     if head_dim != 128:
         return None
     return HopperTile(2, 64, 4, turns=0, blocks=4, share=2, places=3) if queries <= 256 else HopperTile(2, 128, 2)

@@ -143,7 +143,7 @@ def test_hoppers_prefill_kernel_is_taken_by_rule_unless_a_table_says_that_there_
         assert device.hopper(128, 257, group=4) == tuning.hopper_rule(128, 257)
         assert device.hopper(128, 256, group=1) == tuning.hopper_rule(128, 256)
         assert device.hopper(80, 256, group=4) is None
-        assert device.hopper(64, 4096, group=4) is None  # not by rule
+        assert device.hopper(64, 4096, group=4) == tuning.hopper_rule(64, 4096)
         for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
             assert tuning.Tuning("some-gpu", capability, 132, 50 << 20).hopper(128, 4096) is None
     finally:

@@ -10,7 +10,7 @@ from attention_cases import make_case
 
 pytest.importorskip("triton")
 
-from pdlab.kernels.flash_prefill_hopper import fits, item_of
+from pdlab.kernels.flash_prefill_hopper import fits, heads_at_once, item_of
 from pdlab.kernels.tuning import HopperTile
 
 ALONE = HopperTile(3, 64, 4, turns=False, blocks=4, share=4)
@@ -67,3 +67,10 @@ def test_packed_heads_share_a_tile_of_rows(group: int, pack: int) -> None:
     _, view = make_case([300], [300], heads=group, kv_heads=1, dim=64)
     tile = HopperTile(3, 128, 4, pack=4)
     assert item_of(tile, view, group, group, 64, 132) == (tile, 192 // pack, pack)
+
+
+@pytest.mark.parametrize(
+    ("fit", "items", "heads"), [(40, 16, 32), (25, 16, 16), (3, 128, 3), (6, 64, 4), (6, 500, 6), (0, 16, 1)]
+)
+def test_no_few_heads_are_left_for_the_end(fit: int, items: int, heads: int) -> None:
+    assert heads_at_once(32, fit, items, 132) == heads

@@ -55,6 +55,18 @@ def test_single_queries_and_chunks_get_their_own_kernel(
     assert launched == kernels
 
 
+@pytest.mark.parametrize(
+    ("lens", "queries", "kernel"),
+    [([9, 9], [9, 9], "prefill"), ([8, 9], [8, 8], "decode"), ([257, 9], [9, 9], "decode"), ([16, 16], [16, 16], "prefill")],
+)
+def test_short_prompts_that_fill_half_a_tile_are_the_prefill_kernels(
+    launched: list[tuple[str, Any]], lens: list[int], queries: list[int], kernel: str
+) -> None:
+    q, view = make_case(lens, queries, **SHAPE)
+    attention()(q, view)
+    assert [name for name, _ in launched] == [kernel]
+
+
 def test_the_layers_of_a_step_share_what_it_asks_and_the_next_step_asks_again(launched: list[tuple[str, Any]]) -> None:
     call = attention()
     q, view = make_case([300, 140, 60], [1, 130, 1], **SHAPE)
