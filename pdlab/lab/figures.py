@@ -217,16 +217,16 @@ def heat(
     figure, axes = canvas(claim, footer, size=size or (max(6.4, 2.6 + 0.82 * columns), 1.7 + 0.36 * rows))
     ax, values = axes[0, 0], table.to_numpy(float)
     shades = LinearSegmentedColormap.from_list("lab", ["#F1F4F2", "#9CC3D5", "#0C79A9", "#0A3A55"])
-    norm = LogNorm(max(np.nanmin(values), 1e-9), max(np.nanmax(values), 2e-9))
+    low, high = max(float(np.nanmin(values)), 1e-9), max(float(np.nanmax(values)), 2e-9)
     text = np.vectorize(lambda v: "" if np.isnan(v) else f"{v:,.0f}" if v >= 100 else f"{v:.2g}" if v < 1 else f"{v:.1f}")(
         values
     )
     sns.heatmap(
-        table, ax=ax, annot=text, fmt="", cmap=shades, norm=norm, linewidths=1.2, linecolor=PAPER, annot_kws={"fontsize": 9},
-        cbar_kws={"label": unit, "pad": 0.02},
+        table, ax=ax, annot=text, fmt="", cmap=shades, norm=LogNorm(low, high), linewidths=1.2, linecolor=PAPER,
+        annot_kws={"fontsize": 9}, cbar_kws={"label": unit, "pad": 0.02},
     )  # fmt: skip
     scale = ax.collections[0].colorbar.ax.yaxis
-    plain_ticks(scale, _round_values(norm.vmin, norm.vmax))
+    plain_ticks(scale, _round_values(low, high))
     scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.2g}"))
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.grid(False)
