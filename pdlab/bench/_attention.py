@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from pdlab.kernels.tuning import DecodeRing, DecodeTile
 
 Call = Callable[..., Any]
-# p and the output are rounded to the dtype: relative 2^-9 (bfloat16) and 2^-12 (float16) on average, each
 GRAPH_MS = 6.0  # of long calls so many go into a graph as take this long, at least two
 PAUSE_S = 0.02  # before each turn on a GPU
+# p and the output are rounded to the dtype: relative 2^-9 (bfloat16) and 2^-12 (float16) on average, each
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
 
 
