@@ -46,6 +46,8 @@ def test_fusion_is_judged_by_launched_calls_and_says_what_a_graph_leaves_of_it(p
     assert "launches are most of the gain" in v.reason
     fused(places, "fused_norm_qkv_rope", 5, 14, graph=True)
     assert "most of the gain is left" in of("D1").reason
+    fused(places, "fused_norm_qkv_rope", 5, 25, graph=True)
+    assert "the gain is larger there" in of("D1").reason
 
 
 def test_kinds_of_sampling_are_told_apart(places: Path) -> None:

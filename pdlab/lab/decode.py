@@ -155,6 +155,32 @@ def falls(table: pd.DataFrame, model: str, value: str = "median") -> dict[str, f
     return {words: float(rows[name]) for words, s in steps if (name := stages.name_of(s)) in rows.index}
 
 
+def beside_prediction(predicted: Mapping[str, float], wall: float, recorded: Mapping[str, float], end: float) -> pd.DataFrame:
+    """Shares of the wall, percent, after each switch: as predicted_walk said and as `falls` found, a row a switch."""
+    import pandas as pd
+
+    said = {name: 100 * rate / wall for name, rate in predicted.items()}
+    found = {name: 100 * rate / end for name, rate in recorded.items()}
+    names = [*found, *(name for name in said if name not in found)]
+    return pd.DataFrame({"predicted, %": said, "recorded, %": found}).reindex(names)
+
+
+def persistent_steps(device: str) -> pd.DataFrame:
+    """Milliseconds of a step by kernels with rings of weights and by one persistent kernel, the fastest way of each, in runs
+    that recorded both; a row a model and run, the run that has the fastest persistent kernel first."""
+    import pandas as pd
+
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in read(device, "ring_tiles"):
+        way = str(row.params.get("way"))
+        if row.ok and row.metric == "step_latency" and "prefetch" not in way:
+            kind = "one persistent kernel, ms" if way.startswith("persistent") else "kernels with rings, ms"
+            best = found.setdefault((str(row.params["model"]), row.run_id), {})
+            best[kind] = min(row.median, best.get(kind, row.median))
+    kept = [{"model": model} | best for (model, _), best in found.items() if len(best) == 2]
+    return pd.DataFrame(kept).sort_values(["model", "one persistent kernel, ms"]) if kept else pd.DataFrame()
+
+
 def predicted_walk(
     config: ModelConfig, plain: pd.Series, read_bytes_per_s: float, tokens: int, *, launch_us: float, gap_us: float
 ) -> dict[str, float]:
@@ -269,8 +295,8 @@ def norm_orders(norm: NormWeights, x: torch.Tensor, weight: torch.Tensor) -> dic
 
     y, g, w = centred.float(), g64.float(), weight.float()
     ways = {
-        "norm, rounded, product": product(y * s * g, weight),
-        "x g rounded, product, 1/rms (ours, matrix cores)": product(y * g, weight) * s,
+        "norm, rounded, product (ours, several rows)": product(y * s * g, weight),
+        "x g rounded, product, 1/rms (ours, one row by a ring)": product(y * g, weight) * s,
         "x g in registers, product, 1/rms (ours, one row)": ((y * g) @ w.T) * s,
         "g folded into 16-bit weights, product, 1/rms": (y @ (w * g).to(kind).float().T) * s,
     }
@@ -340,6 +366,7 @@ def recorded_breakdown(device: str, model: str) -> pd.DataFrame:
     rows = together(device, "decode_single_stream", "kernel_time", model=model)
     floors = together(device, "decode_single_stream", "floor_kernel_time", model=model)
     both = pd.concat([rows, floors.assign(variant="floor")], ignore_index=True) if len(rows) else rows
+    both = both.replace({"variant": {"unfused_graph": "plain operations"}})  # not replayed here: each kernel is timed by itself
     return both.pivot_table(index="operation", columns="variant", values="median", sort=False) if len(both) else both
 
 

@@ -28,13 +28,18 @@ def waterfall(
     """The way to the wall. `panels`: title -> (tokens a second after each switch, the wall, others' tokens a second).
 
     A bar starts where the one above it ended: what it adds is dark, or hatched and dashed where it is `predicted`. The dashed
-    line is the roofline, the finish.
+    line is the roofline, the finish. A row means the same in all panels; where one has no value for it, the row says so.
     """
-    most = max(len(steps) + len(others) for steps, _, others in panels.values())
-    figure, axes = canvas(claim, footer, size=(9.2, 1.5 + 0.36 * most), columns=len(panels))
+    names = list(dict.fromkeys([n for steps, _, _ in panels.values() for n in steps]))
+    names += list(dict.fromkeys([n for _, _, others in panels.values() for n in others]))
+    figure, axes = canvas(claim, footer, size=(9.2, 1.5 + 0.36 * len(names)), columns=len(panels))
     for ax, (title, (steps, finish, others)) in zip(axes[0], panels.items()):
         before = 0.0
-        for i, (name, value) in enumerate([*steps.items(), *others.items()]):
+        for i, name in enumerate(names):
+            value = steps.get(name, others.get(name))
+            if value is None:
+                ax.text(0, i, " not recorded", va="center", fontsize=8.5, color=FAINT)
+                continue
             if name in steps:
                 low, high = min(before, value), max(before, value)
                 colour = BLUE if value >= before else RUST
@@ -50,11 +55,9 @@ def waterfall(
             ax.text(at, i, f" {_number(value)} · {100 * value / finish:.0f} %", va="center", fontsize=8.5, color=INK)
         ax.axvline(finish, color=INK, linestyle="--", linewidth=1.4)
         ax.set(title=title, xlabel=f"tokens a second; the wall is at {_number(finish)}", xlim=(0, finish * 1.06))
-        ax.set_yticks(range(len(steps) + len(others)), [*steps, *others])
-        ax.invert_yaxis()
+        ax.set_yticks(range(len(names)), names if ax is axes[0, 0] else [""] * len(names))
+        ax.set_ylim(len(names) - 0.4, -0.6)
         ax.grid(axis="y", visible=False)
-        if ax is not axes[0, 0] and list(steps) == list(next(iter(panels.values()))[0]):
-            ax.set_yticklabels([])
     return figure
 
 
@@ -77,16 +80,18 @@ def operations(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str) -
         )
         words = [str(op).replace("_", "\n", 1).replace("_", " ") for op in table.index]
         ax.set_xticks(at, words, fontsize=7.5)
-        ax.set(title=title, ylim=(0, 1.18 * float(table.max().max())))
+        ax.set(title=title, ylim=(0, 1.08 * float(table.max().max())))
         ax.grid(axis="x", visible=False)
-        ax.legend(loc="upper left", fontsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower right", ncols=3, fontsize=8.5, frameon=False)  # bars may be anywhere
     axes[0, 0].set_ylabel(f"{'ms' if large else 'us'} a step")
     return figure
 
 
 def bars(
-    table: pd.DataFrame, *, claim: str, footer: str, ylabel: str, finish: float | None = None, words: str = "read ceiling"
-) -> LabFigure:
+    table: pd.DataFrame, *, claim: str, footer: str, ylabel: str, xlabel: str = "", finish: float | None = None,
+    words: str = "read ceiling",
+) -> LabFigure:  # fmt: skip
     """Grouped bars: a group a row, a bar a column; `finish` a dashed line across."""
     figure, axes = canvas(claim, footer, size=(9.2, 3.7))
     ax, at = axes[0, 0], np.arange(len(table))
@@ -98,7 +103,7 @@ def bars(
     if finish is not None:
         ax.axhline(finish, color=INK, linestyle="--", linewidth=1.4, label=words)
     ax.set_xticks(at, [str(i) for i in table.index], fontsize=8.5)
-    ax.set(ylabel=ylabel, ylim=(0, 1.12 * max(float(np.nanmax(table.to_numpy(float))), finish or 0.0)))
+    ax.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12 * max(float(np.nanmax(table.to_numpy(float))), finish or 0.0)))
     ax.grid(axis="x", visible=False)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside right center", fontsize=8.5)
     return figure

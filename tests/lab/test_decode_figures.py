@@ -101,6 +101,45 @@ def test_the_waterfall_is_in_the_order_of_the_switches(places: Path) -> None:
     assert decode.falls(walk(places), "other") == {}
 
 
+def test_every_switch_of_the_waterfall_has_words_and_no_words_lack_a_switch() -> None:
+    assert tuple(decode.SWITCHES) == stages.ORDER
+    assert len(decode.SWITCHES) + 1 == len(stages.waterfall())
+    assert set(stages.BESIDES).isdisjoint(decode.SWITCHES)
+
+
+def test_a_row_of_the_waterfall_means_the_same_in_every_panel(places: Path) -> None:
+    steps = decode.falls(walk(places), "m")
+    panels = {"a": (steps, 1500.0, {"torch.compile": 900.0}), "b": (steps, 1400.0, {"transformers": 9.0})}
+    left, right = decode_figures.waterfall(panels, claim="c", footer="f").axes
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == [*steps, "torch.compile", "transformers"]
+    assert left.get_ylim() == right.get_ylim()
+    for ax, lacks in ((left, "transformers"), (right, "torch.compile")):
+        said = {round(text.get_position()[1]): text.get_text() for text in ax.texts}
+        assert len(said) == len(names)
+        assert [names[i] for i, text in said.items() if "not recorded" in text] == [lacks]
+
+
+def test_predicted_and_recorded_shares_stand_side_by_side() -> None:
+    table = decode.beside_prediction({"plain": 10, "+ no gaps": 100}, 100, {"plain": 3, "+ ring": 36}, 90)
+    assert list(table.index) == ["plain", "+ ring", "+ no gaps"]
+    assert list(table["recorded, %"])[:2] == pytest.approx([10 / 3, 40])
+    assert list(table["predicted, %"].dropna()) == [10, 100]
+
+
+def test_the_persistent_kernel_is_compared_within_a_run(places: Path) -> None:
+    assert len(decode.persistent_steps(GPU)) == 0
+    ways = {"whole": 0.76, "mixed": 0.75, "whole, prefetch": 0.5, "persistent 1x": 0.77, "persistent 2x": 0.78}
+    with Recorder("ring_tiles", GPU, out=places / "data" / "measurements", command="test") as recorder:
+        for way, ms in ways.items():
+            recorder.add("step_latency", ms, "ms", variant="ours", params={"model": "m", "way": way})
+    with Recorder("ring_tiles", GPU, out=places / "data" / "measurements", command="test") as recorder:
+        recorder.add("step_latency", 0.6, "ms", variant="ours", params={"model": "m", "way": "persistent 1x"})
+    table = decode.persistent_steps(GPU)
+    assert list(table.iloc[0]) == ["m", 0.75, 0.77]
+    assert len(table) == 1
+
+
 def test_a_switch_is_worth_what_it_gains_alone_and_what_its_absence_costs(places: Path) -> None:
     found = decode.switch_table(walk(places), "m")
     best = 10.0 * 2 ** len(stages.ORDER)
@@ -215,7 +254,7 @@ def test_rounding_where_nothing_need_be_rounded_shows() -> None:
     layer = decode.norm_orders(NormWeights(gain, torch.zeros(512), 1e-5), x, weight)
     exact = "x g in registers, product, 1/rms (ours, one row)"
     assert all(rms[exact] < rms[name] / 100 for name in rms if name != exact)
-    assert layer["x g rounded, product, mean taken off, 1/rms"] > 3 * layer["norm, rounded, product"]
+    assert layer["x g rounded, product, mean taken off, 1/rms"] > 3 * layer["norm, rounded, product (ours, several rows)"]
 
 
 def test_chi_square_accepts_chance_and_finds_a_bias() -> None:
