@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from pdlab.core.request import Request
 from pdlab.core.trace import TraceRow
 from pdlab.costs.estimator import RooflineEstimator
 from pdlab.costs.host_times import HostTimes
+from pdlab.costs.refit import fit
 from pdlab.costs.regression import Regression
 from pdlab.models.config import ModelConfig
 
@@ -54,19 +56,27 @@ class LearnedEstimator(RooflineEstimator):
     ) -> None:
         super().__init__(model, ceilings, itemsize, chunk)
         self.padded = padded
+        self.kept: list[tuple[PlanShape, float]] | None = None  # a list: what is learned from is kept there, for `refit`
         self._scale()
+        untaught = self.untaught()
+        self._decodes, self._mixed = untaught[False], untaught[True]
+        self.host = HostTimes()
+        self._last_end = 0.0
+        self._priced_at = 0
+
+    def untaught(self) -> dict[bool, Regression]:
+        """The guesses before any data, and the room around them: of decodes alone (False) and of steps with prompts (True)."""
         corner = [max(self._weights_s, self._row_s * k) for k in (*KNOTS, 2 * KNOTS[-1])]
         ends = (*KNOTS[1:], 2 * KNOTS[-1])
         slopes = [(b - a) / (self._row_s * (hi - lo)) for a, b, lo, hi in zip(corner, corner[1:], KNOTS, ends)]
         prior = [1.0, *slopes, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
         # how far each weight may be from its guess: little, where a few dozen steps could mistake one cause for another
         decodes = [1.0, *[0.3] * len(slopes), 0.3, 1.0, 0.3, 0.3, 1.0, 3.0, 0.5]
-        mixed = [1.0, *[0.5] * len(slopes), 0.5, 1.5, 0.5, 2.0, 10.0, 10.0, 2.0]
-        self._decodes = Regression(prior, decodes, len(GROUPS) + 1, 0.5)
-        self._mixed = Regression(prior, mixed, len(MIXED_GROUPS) + 1, 0.3)
-        self.host = HostTimes()
-        self._last_end = 0.0
-        self._priced_at = 0
+        mixed = [1.0, *[0.5] * len(slopes), 0.5, 0.3, 0.5, 2.0, 10.0, 10.0, 2.0]
+        return {
+            False: Regression(prior, decodes, len(GROUPS) + 1, 0.5),
+            True: Regression(prior, mixed, len(MIXED_GROUPS) + 1, 0.3),
+        }
 
     def _scale(self) -> None:
         """Ideal seconds of one pass over the weights, one row, one cached token, one pair, one sampled row."""
@@ -139,8 +149,31 @@ class LearnedEstimator(RooflineEstimator):
     def learn(self, shape: PlanShape, seconds: float) -> None:
         """Learns that a step of this shape took `seconds` on the device. Times that are not positive are ignored."""
         if seconds > 0 and np.isfinite(seconds) and shape.new_tokens:
+            if self.kept is not None:
+                self.kept.append((shape, seconds))
             regression, group = self._device(shape)
             regression.learn(self._features(shape), seconds, group)
+
+    def refit(self, samples: Iterable[tuple[PlanShape, float]]) -> None:
+        """Forgets what was learned of the device, and fits to these steps and seconds at once (costs.refit)."""
+        rows: dict[bool, list[np.ndarray]] = {False: [], True: []}
+        for shape, seconds in samples:
+            if seconds > 0 and np.isfinite(seconds) and shape.new_tokens:
+                rows[bool(shape.prefill)].append(self._row(shape) / seconds)
+        fitted = self.untaught()
+        for mixed, regression in fitted.items():
+            if rows[mixed]:
+                fit(regression, np.array(rows[mixed]))
+        self._decodes, self._mixed = fitted[False], fitted[True]
+        self.forget_prices()
+
+    def _row(self, shape: PlanShape) -> np.ndarray:
+        """The features of a step, and its group's offset among those of all groups."""
+        regression, group = self._device(shape)
+        x = self._features(shape)
+        row = np.zeros(len(x) + len(regression.offsets))
+        row[: len(x)], row[len(x) + group] = x, x[0]
+        return row
 
     def error(self) -> dict[str, float]:
         """Mean relative error, in percent, of the latest predictions before each step: decode, mixed; NaN with no data."""
