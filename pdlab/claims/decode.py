@@ -78,8 +78,8 @@ def memory_share_of_decode(ev: Evidence, claim: Claim) -> Finding:
     verdict = "reproduced" if top.median >= 0.9 * claimed else "partly" if top.median >= claimed / 2 else "not_reproduced"
     reason = (
         f"at batch 1 the bytes that must move take {min(r.median for r in rows):.0f} to {top.median:.0f} % of the time at the "
-        f"read ceiling{_engines(rows)}; the most in {top.params['model']}. The rest is launches, host and gaps, which an engine can "
-        f"shorten: {claimed} % is one engine's, not decoding's{_counters(ev, claim)}"
+        f"read ceiling{_engines(rows)}; the most in {top.params['model']}. The rest is launches, host and gaps. An engine "
+        f"can shorten them: {claimed} % is one engine's, not decoding's{_counters(ev, claim)}"
     )
     return Finding(verdict, reason, ev.value(top))
 
