@@ -80,10 +80,9 @@ def operations(panels: Mapping[str, pd.DataFrame], *, claim: str, footer: str) -
         )
         words = [str(op).replace("_", "\n", 1).replace("_", " ") for op in table.index]
         ax.set_xticks(at, words, fontsize=7.5)
-        ax.set(title=title, ylim=(0, 1.08 * float(table.max().max())))
+        ax.set(title=title, ylim=(0, 1.18 * float(table.max().max())))
         ax.grid(axis="x", visible=False)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower right", ncols=3, fontsize=8.5, frameon=False)  # bars may be anywhere
+        ax.legend(loc="best", fontsize=8)  # high bars may be on either side
     axes[0, 0].set_ylabel(f"{'ms' if large else 'us'} a step")
     return figure
 

@@ -185,6 +185,19 @@ def test_figures_keep_to_their_frames(places: Path) -> None:
         assert figure.texts_outside() == []
 
 
+@pytest.mark.parametrize("high", [0, 2, 5])
+def test_the_legend_of_operations_leaves_the_bars_free(high: int) -> None:
+    us = [90.0] * 6
+    us[high] = 900.0
+    names = ["norm_qkv_rope", "attention", "out_residual", "norm_mlp_up", "down_residual", "projection_sample"]
+    table = pd.DataFrame({"ours": us, "plain operations": us, "floor": [50.0] * 6}, index=names)
+    figure = decode_figures.operations({"a": table, "b": table}, claim="c", footer="f")
+    figure.canvas.draw()
+    for ax in figure.axes:
+        box = ax.get_legend().get_window_extent()
+        assert not any(box.overlaps(bar.get_window_extent()) for bar in ax.patches)
+
+
 def test_the_kernel_table_counts_what_the_walk_pays_for() -> None:
     plain = pd.Series({"norm_qkv_rope": 40, "attention": 22, "out_residual": 2, "norm_mlp_up": 13, "down_residual": 2,
                        "projection_sample": 15})  # fmt: skip
