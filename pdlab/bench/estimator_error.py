@@ -3,13 +3,16 @@
 The learning estimator sees some loads of the mixed workload on the real engine, then stops learning and prices every step
 of other loads; the roofline with no data prices the same steps. What was learned is saved for this device, where the
 simulator and later engines find it.
+
+Without a GPU (`--only simulated`): the same on the steps that an H200 recorded, fitted to its training runs and judged on the
+loads after them. What is judged was measured then, the predictions are made now: kind "simulated", see bench._offline.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlab.bench import serving
+from pdlab.bench import _offline, serving
 from pdlab.bench.records import snapshot, target_root
 from pdlab.bench.serving_outcomes import Judge, record_prices
 from pdlab.core.paths import checkout_dir, data_dir, home_dir
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 NAME = "estimator_error"
 HELP = "error of the step-time estimator on held-out loads, learned and as a bare roofline"
 
+SIMULATES = True
 HELD_OUT = (0.9, 0.45, 0.7)
 
 
@@ -41,6 +45,9 @@ def save(ctx: Context, session: serving.Session) -> None:
 
 
 def run(ctx: Context) -> None:
+    if not ctx.measures:
+        _offline.prices(ctx)
+        return
     with serving.Session(ctx) as session:
         session.learn(0.45 * ctx.left())
         save(ctx, session)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pdlab.bench import scheduling_host, serving
 from pdlab.bench.estimator_error import judge_of, save
 from pdlab.bench.memory_runs import recorder_for
-from pdlab.bench.serving_outcomes import record_differences, record_outcomes, record_prices
+from pdlab.bench.serving_outcomes import quantities_of, record_differences, record_outcomes, record_prices
 from pdlab.core.config import EngineConfig
 from pdlab.core.errors import PolicyError
 from pdlab.hardware.timing import summarize
@@ -111,7 +111,7 @@ def measure(ctx: Context, session: serving.Session, seconds: float) -> None:
             )  # fmt: skip
             if variant == "fcfs":
                 record_prices(ctx, judge, **params)
-            record_differences(ctx, outcome, imitation.run(config, workload), variant=variant, **params)
+            record_differences(ctx, quantities_of(outcome), imitation.run(config, workload), variant=variant, **params)
 
 
 def sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int) -> None:

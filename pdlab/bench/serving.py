@@ -135,6 +135,14 @@ def prompt_ladder(config: EngineConfig) -> Workload:
     return Workload("prompt ladder", items, 0, decodes + 1)
 
 
+def deep_prompt(scale: Scale, longest: int) -> Workload:
+    """Beside a few decodes one prompt as long as the load's longest, without which the price of a deep context is a guess."""
+    tokens = min(scale.long_tokens, longest - 32)
+    steps = -(-tokens // scale.config.max_batch_tokens)
+    decodes = [Item(0.0, prompt_tokens=24, max_tokens=steps + 8)] * min(8, scale.config.max_batch_requests - 1)
+    return Workload("deep prompt", [*decodes, Item(0.0, prompt_tokens=tokens, max_tokens=1)], 0)
+
+
 def with_objectives(config: EngineConfig, step_seconds: Callable[[PlanShape], float]) -> EngineConfig:
     """Objectives in the device's own measure: a first token within ten full steps of prompts alone, later ones within two."""
     step = step_seconds(PlanShape(((config.max_batch_tokens, 0),), sampled=1))
@@ -214,9 +222,12 @@ class Session:
     def warm(self, config: EngineConfig | None = None) -> None:
         """Meets every kind of step once, with an estimator that is thrown away: compiling teaches nothing."""
         config = config or self.config
-        longest = min(self.slots, config.max_model_len or self.model.max_context)
-        for workload in warm_up(config, longest):
+        for workload in warm_up(config, self._longest(config)):
             self.real(config, workload, self.fresh_estimator())
+
+    def _longest(self, config: EngineConfig) -> int:
+        """Tokens of the longest request that fits."""
+        return min(self.slots, config.max_model_len or self.model.max_context)
 
     def learn(self, seconds: float) -> float:
         """Lets the estimator see a saturated queue and a few loads for about so many seconds, with seeds that no measurement
@@ -226,13 +237,18 @@ class Session:
         """
         part = seconds / (len(TRAINING) + 1)
         self.warm()
+        kept: list[tuple[PlanShape, float]] = []
+        self.estimator.kept = kept
         self.real(self.config, ladder(self.config))
         self.real(self.config, prompt_ladder(self.config))
+        self.real(self.config, deep_prompt(self.scale, self._longest(self.config)))
         rough = saturated_rate(self.real(self.config, mixed_load(self.scale, 1000, 1e6, self.ctx.seed + 100), seconds=part))
         for i, load in enumerate(TRAINING):
             rate = load * rough
             workload = mixed_load(self.scale, max(8, round(rate * part)), rate, self.ctx.seed + 200 + i)
             self.real(self.config, workload, seconds=part)
+        self.estimator.kept = None
+        self.estimator.refit(kept)
         self.config = with_objectives(self.config, self.estimator.step_seconds)
         self.capacity = Imitation.of(self).capacity(CAPACITY_REQUESTS, self.ctx.seed + 900)
         self.ctx.say(f"  capacity {self.capacity:.2f} requests/s, estimator error {self.estimator.error()}")
@@ -253,6 +269,7 @@ class Imitation:
     slots: int
     dtype: str
     device: str
+    ordering: dict[str, Any] | None = None  # of the estimator that the policy asks, where another one than prices the steps
 
     @classmethod
     def of(cls, session: Session) -> Imitation:
@@ -296,8 +313,15 @@ class Imitation:
             e.restore(self.state)
         return e
 
+    def _asked(self) -> LearnedEstimator:
+        """What the policy asks."""
+        e = self.estimator()
+        if self.ordering is not None:
+            e.restore(self.ordering)
+        return e
+
     def engine(self, config: EngineConfig) -> CoalescingEngine:
-        prices, frozen = self.estimator(), self.estimator()
+        prices, frozen = self._asked(), self.estimator()
         model = frozen.model
         cost = data_sheet_cost(model, self.device, self.dtype) if self.state is None else frozen.device_seconds
         executor = SimulatedExecutor(

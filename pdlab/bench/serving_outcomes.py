@@ -90,10 +90,12 @@ def record_outcomes(
 
 
 class Judge(Estimator):
-    """Prices steps by `learned`, which learns no more, and keeps the relative error of several estimators on every step."""
+    """Prices steps by `learned`, which learns no more, and keeps the relative error of several estimators on every step. Those
+    of the others that are named in `learning` are told of each step once they have priced it."""
 
-    def __init__(self, learned: LearnedEstimator, others: dict[str, Estimator]) -> None:
+    def __init__(self, learned: LearnedEstimator, others: dict[str, Estimator], learning: tuple[str, ...] = ()) -> None:
         self.learned, self.estimators = learned, {"ours": learned, **others}
+        self.learning = [others[name] for name in learning]
         self.errors: dict[str, list[tuple[bool, float]]] = {name: [] for name in self.estimators}
 
     def step_seconds(self, shape: PlanShape) -> float:
@@ -113,6 +115,8 @@ class Judge(Estimator):
         if shape is not None and seconds > 0:
             for name, e in self.estimators.items():
                 self.errors[name].append((bool(shape.prefill), abs(e.step_seconds(shape) / seconds - 1)))
+            for e in self.learning:
+                e.observe(row, shape, launch_s)
 
     def save(self, path: Any) -> None:
         self.learned.save(path)
@@ -121,7 +125,10 @@ class Judge(Estimator):
         self.learned.load(path)
 
 
-def record_prices(ctx: Context, judge: Judge, **params: Any) -> None:
+def record_prices(
+    ctx: Context, judge: Judge, *, record: Recorder | None = None, kind: str = "measured",
+    settings: dict[str, Any] | None = None, **params: Any,
+) -> None:  # fmt: skip
     """Rows of estimator_error: the mean absolute percentage error of each estimator, over all steps and by what they hold."""
     for variant, errors in judge.errors.items():
         for metric, chosen in (
@@ -132,32 +139,37 @@ def record_prices(ctx: Context, judge: Judge, **params: Any) -> None:
             if not chosen:
                 continue
             mean, spread = 100 * sum(chosen) / len(chosen), summarize([100 * e for e in chosen], "percent")
-            settings = {"median": spread.median, "p90": spread.p90}
-            ctx.record.add(
-                metric,
-                mean,
-                "percent",
-                variant=variant,
-                n=len(chosen),
-                settings=settings,
-                experiment="estimator_error",
-                **params,
-            )
+            told = {"median": spread.median, "p90": spread.p90, **(settings or {})}
+            (record or ctx.record).add(
+                metric, mean, "percent", variant=variant, kind=kind, n=len(chosen), settings=told, experiment="estimator_error",
+                params=params,
+            )  # fmt: skip
             ctx.say(f"  {variant}, load {params.get('load')}: {metric} {mean:.2f} % over {len(chosen)} steps")
 
 
-def record_differences(ctx: Context, real: Outcome, simulated: Outcome, *, variant: str, **params: Any) -> None:
-    """Rows of simulator_error: 100 · (simulated - real) / real of throughput and of every quantile."""
-    pairs = {("throughput", 50): (simulated.throughput, real.throughput)}
+def quantities_of(outcome: Outcome) -> dict[tuple[str, int], float]:
+    """Requests/s, and seconds of every quantile, by (quantity, quantile)."""
+    found = {("throughput", 50): outcome.throughput}
     for quantity in ("ttft", "per_token", "end_to_end"):
         for q in QUANTILES:
-            pairs[quantity, q] = quantile_of(quantity, q, simulated), quantile_of(quantity, q, real)
-    n = real.ended
-    for (quantity, q), (ours, truth) in pairs.items():
+            found[quantity, q] = quantile_of(quantity, q, outcome)
+    return found
+
+
+def record_differences(
+    ctx: Context, real: dict[tuple[str, int], float], simulated: Outcome, *, variant: str, record: Recorder | None = None,
+    kind: str = "measured", settings: dict[str, Any] | None = None, **params: Any,
+) -> None:  # fmt: skip
+    """Rows of simulator_error: 100 · (simulated - real) / real of throughput and of every quantile; `real`: quantities_of()."""
+    to, n = record or ctx.record, simulated.ended
+    same: dict[str, Any] = {"variant": variant, "kind": kind, "n": n, "settings": settings, "experiment": "simulator_error"}
+    for (quantity, q), ours in quantities_of(simulated).items():
+        if (quantity, q) not in real:
+            continue
+        truth = real[quantity, q]
         error = 100 * (ours - truth) / truth
-        more = {**params, "quantity": quantity, "quantile": q}
-        ctx.record.add("error", error, "percent", variant=variant, n=n, experiment="simulator_error", params=more)
+        to.add("error", error, "percent", params={**params, "quantity": quantity, "quantile": q}, **same)
         ctx.say(
             f"  {variant}, load {params.get('load')}, {quantity} P{q}: {ours:.4g} simulated, {truth:.4g} real, {error:+.1f} %"
         )
-    ctx.record.add("speed", simulated.speed, "ratio", variant=variant, n=n, experiment="simulator_error", params=params)
+    to.add("speed", simulated.speed, "ratio", params=params, **same)

@@ -2,8 +2,9 @@
 
 `data/estimators/<device>/<model>-<dtype>-steps.csv.gz`: its first line is `# ` and a JSON object, then come a header and one
 row a step. The object: `provenance` of the recording, `model`, `dtype`, `padded` (steps with prompts ran in graphs),
-`objectives` in seconds, and `runs`, each with `run` (its number), `workload`, `policy`, `use` ("training" or "held-out") and,
-of a held-out one, `load`, `rate` (requests/s), `requests` and `seed`, from which its arrivals are made again. Columns:
+`objectives` in seconds, `lengths` (output lengths that training had shown, see costs.lengths), and `runs`, each with `run` (its
+number), `workload`, `policy`, `use` ("training" or "held-out") and, of a held-out one, `load`, `rate` (requests/s), `requests`
+and `seed`, from which its arrivals are made again. Columns:
 
     run        number of the run
     gap_us     from the end of the step before in the run to this one's submission; 0 for the first
