@@ -99,7 +99,7 @@ def measure(ctx: Context, session: serving.Session, seconds: float) -> None:
         n = max(40, round(max(0.5 * each, each - DRAIN_S) * load * capacity))
         workload = serving.mixed_load(session.scale, n, load * capacity, SEEDS[0], name)
         for variant in MEASURED:
-            params = {"load": load, "workload": workload.name, "model": session.scale.model}
+            params: dict[str, Any] = {"load": load, "workload": workload.name, "model": session.scale.model}
             if ctx.left() <= 0:
                 ctx.record.skip("ttft", "ms", "the time budget ran out", variant=variant, params={**params, "quantile": 99})
                 continue
