@@ -145,7 +145,7 @@ def deep_prompt(scale: Scale, longest: int) -> Workload:
 
 
 def with_objectives(config: EngineConfig, step_seconds: Callable[[PlanShape], float]) -> EngineConfig:
-    """Objectives in the device's own measure: first tokens within OBJECTIVE_STEPS full steps of prompts alone, later ones in two."""
+    """Objectives in the device's own measure: a first token within OBJECTIVE_STEPS full steps of prompts, later ones in two."""
     step = step_seconds(PlanShape(((config.max_batch_tokens, 0),), sampled=1))
     return config.with_(ttft_objective_s=round(OBJECTIVE_STEPS * step, 4), per_token_objective_s=round(2 * step, 4))
 
