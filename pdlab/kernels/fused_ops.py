@@ -62,7 +62,8 @@ class FusedOps(DispatchedOps):
     def tile(self, op: str, weight: torch.Tensor, batch: int) -> ProductTile:
         key = (op, *weight.shape, batch)
         if key not in self._tiles:
-            choose = product_tile if self.measured else product_rule
+            # the table is of 16 bits: what it has for 64 rows takes twice a multiprocessor's memory with 32
+            choose = product_tile if self.measured and weight.element_size() == 2 else product_rule
             tile = choose(self.tuning, op, weight.shape[0], weight.shape[1], batch)
             self._tiles[key] = replace(tile, pdl=tile.pdl and self.pdl)
         return self._tiles[key]
