@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,7 @@ class TorchExecutor:
         if self._closed:
             raise EngineClosed("a step was submitted to a closed executor", "make a new LLM")
         try:
-            with torch.inference_mode(), torch.cuda.device(self.device) if self.on_gpu else nullcontext():
+            with torch.inference_mode(), self._on_device():
                 before = self._mark()
                 parts = self._download(self._run(plan))
                 after = self._mark()
@@ -103,6 +103,10 @@ class TorchExecutor:
             failed = StepResult(plan.step, np.zeros(0, np.int64), now, now, error=error)
             return StepHandle(lambda: failed)
         return StepHandle(self._finisher(plan, before, after, parts), after)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Kernels are launched on the current device, whatever their arguments say."""
+        return torch.cuda.device(self.device) if self.on_gpu else nullcontext()
 
     # --- one step
 
@@ -247,7 +251,7 @@ class TorchExecutor:
             return 0.0
         before = graphs.seconds
         kind, empty = self._kv_kind, self._no_requests()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on_device():
             for size in sorted(sizes or graphs.sizes, reverse=True):
                 self.block.upload(graphs.padded(empty, 0, size))
                 for stage in sampling:
@@ -262,7 +266,7 @@ class TorchExecutor:
             return 0.0
         started, nothing = time.perf_counter(), self._no_requests() | {"cu_q": np.zeros(1, np.int64)}
         shapes = graphs.shapes(self._kv_kind)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on_device():
             self.block.upload(graphs.padded(nothing, shapes[0]))  # the largest: no token and no request in any of them
             graphs.make(shapes)
         return time.perf_counter() - started

@@ -113,6 +113,12 @@ def remember(model: Model, tokens: torch.Tensor, rows: torch.Tensor, last: torch
         last[rows] = tokens.clamp(min=0)
 
 
+def keep_weights(model: Model, read: dict[int, torch.Tensor]) -> None:
+    """Adds a model's weights to those that a graph reads, by address: it goes on reading there when an engine that shares the
+    layers lays them out otherwise, see FusedOps.prepare."""
+    read.update({t.data_ptr(): t for t in model.tensors()})
+
+
 class DecodeGraphs:
     """The captured decode steps of one executor.
 
@@ -140,6 +146,7 @@ class DecodeGraphs:
         self.refused: str | None = None  # why no further step is captured
         self._capture = capture
         self._made: dict[StepShape, tuple[Replay, torch.Tensor]] = {}
+        self._read: dict[int, torch.Tensor] = {}  # the weights that captured steps read
 
     def __len__(self) -> int:
         return len(self._made)
@@ -194,6 +201,7 @@ class DecodeGraphs:
             started = time.perf_counter()
             try:
                 self._made[shape] = self._capture(lambda: self._step(shape))
+                keep_weights(self.model, self._read)
             except Exception as error:  # memory, or an operation that cannot be captured: steps go on without
                 self.refused = f"{type(error).__name__}: {error}"
                 warnings.warn(f"decode steps run without further CUDA graphs: {self.refused}", RuntimeWarning, stacklevel=2)
@@ -235,3 +243,4 @@ class DecodeGraphs:
 
     def close(self) -> None:
         self._made.clear()
+        self._read.clear()

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from pdlab.core.plan import Plan
-from pdlab.engine.graphs import Capture, Replay, begin
+from pdlab.engine.graphs import Capture, Replay, begin, keep_weights
 from pdlab.kernels.kv_view import KVView
 from pdlab.models.model import Model
 
@@ -85,6 +85,7 @@ class PrefillGraphs:
         self._capture = capture
         self._made: dict[MixedShape, Replay] = {}
         self._met: dict[MixedShape, int] = {}
+        self._read: dict[int, torch.Tensor] = {}  # the weights that captured steps read
 
     def __len__(self) -> int:
         return len(self._made)
@@ -170,6 +171,7 @@ class PrefillGraphs:
         started = time.perf_counter()
         try:
             self._made[shape] = self._capture(partial(self._step, shape, self.model))[0]
+            keep_weights(self.model, self._read)
         except Exception as error:  # memory, or an operation that cannot be captured: steps go on without
             self.refused = f"{type(error).__name__}: {error}"
             warnings.warn(f"steps with prompts run without further CUDA graphs: {self.refused}", RuntimeWarning, stacklevel=3)
@@ -193,3 +195,4 @@ class PrefillGraphs:
 
     def close(self) -> None:
         self._made.clear()
+        self._read.clear()

@@ -6,7 +6,10 @@ shows padding, tokens in flight, and which steps qualify; the gpu tests show the
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from imitated_graphs import ImitatedCapture, mixed, outputs
 
 from pdlab.core.config import EngineConfig, SamplingParams
+from pdlab.engine import executor as executor_module
 from pdlab.engine import prefill_graphs
 from pdlab.engine.executor import TorchExecutor
 from pdlab.engine.prefill_graphs import MixedShape, PrefillGraphs, request_sizes, token_sizes
@@ -24,6 +28,7 @@ from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.ops import SampleResult, SamplingBatch
 from pdlab.kernels.reference import ReferenceOps
 from pdlab.llm import LLM
+from pdlab.models.loading import load as load_model
 
 
 @pytest.fixture
@@ -98,6 +103,30 @@ def test_after_a_capture_that_fails_steps_go_on_without(
         with_graphs = outputs(ImitatedCapture(fail_after=1), prompts, params, m, **settings)
     with monkeypatch.context() as m:
         assert with_graphs == outputs(None, prompts, params, m, **settings)
+
+
+def test_the_weights_that_graphs_read_stay_where_they_are_when_the_model_gets_others(
+    lengths_from_the_device: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that shares the layers may lay them out otherwise while this one goes on replaying."""
+    prompts, params = load()
+    loaded, capture = load_model("random:llama-tiny", device="cpu", dtype="float32"), ImitatedCapture()
+    monkeypatch.setattr(executor_module, "TorchExecutor", partial(TorchExecutor, capture=capture))
+    settings = {"device": "cpu", "max_batch_requests": 12, "kv_capacity_tokens": 4096, "max_model_len": 256}
+    with LLM(loaded, max_batch_tokens=48, **settings) as llm:
+        capture.executor = executor = llm.engine.executor
+        llm.generate(prompts, params)
+        layer = loaded.model.layers[0]
+        read = weakref.ref(layer.down)
+        layer.down = layer.down.clone()
+        gc.collect()
+        assert read() is not None
+        executor.graphs.close()  # type: ignore[attr-defined]
+        gc.collect()
+        assert read() is not None, "steps with prompts read it too"
+        executor.prefill_graphs.close()  # type: ignore[attr-defined]
+        gc.collect()
+        assert read() is None
 
 
 def test_attention_that_reads_lengths_on_the_host_keeps_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
