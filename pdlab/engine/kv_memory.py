@@ -20,6 +20,7 @@ def kv_capacity(config: EngineConfig, model: Model, max_len: int) -> int:
     page = config.page_size
     most = min(config.max_batch_requests, config.max_batch_tokens) * (-(-max_len // page) * page)
     if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading and laying out weights left behind would count as taken
         free = torch.cuda.mem_get_info(model.device)[0] - _workspace_bytes(config, model)
         fits = int(free * config.kv_memory_utilization) // per_token
     else:
