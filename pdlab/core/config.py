@@ -163,7 +163,10 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
-        for name in ("prefix_reuse", "compact_on_refusal", "cuda_graphs", "prefill_graphs"):
+        for name in (
+            "prefix_reuse", "compact_on_refusal", "cuda_graphs", "prefill_graphs", "dependent_launch", "weight_ring",
+            "weight_prefetch", "measured_tiles",
+        ):  # fmt: skip
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
         wanted = self.persistent_decode
         _check(wanted is None or isinstance(wanted, bool), "persistent_decode", wanted, "use True, False or None")

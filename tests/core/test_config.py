@@ -31,6 +31,11 @@ BAD_CONFIG: dict[str, list[Any]] = {
     "compact_on_refusal": ["", 0],
     "cuda_graphs": ["yes", 1],
     "prefill_graphs": ["yes", 1],
+    "dependent_launch": ["no", 0],
+    "weight_ring": ["off", None],
+    "weight_prefetch": [1],
+    "measured_tiles": [None],
+    "persistent_decode": ["auto", 1],
     "patience_s": [0, NAN, INFINITY, "30", None],
     "seed": [1.0, None, "0", True],
 }
