@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdlab.core.config import EngineConfig, SamplingParams
-from pdlab.core.errors import ConfigError, EngineClosed, PdlabError, WorkloadError
+from pdlab.core.errors import ConfigError, EngineClosed, MeasurementError, PdlabError, WorkloadError
 from pdlab.core.request import Request, Timing, TokenEvent, TokenLogprob
 from pdlab.core.trace import TraceRow
 from pdlab.engine.door import Door, Prompt, params_for
@@ -113,8 +113,11 @@ class LLM:
         padded = executor.prefill_graphs is not None
         estimator = make_estimator(self.config, loaded.config, ceilings_for(machine.slug, dtype), itemsize, padded=padded)
         if isinstance(estimator, LearnedEstimator):
-            recall(estimator, machine.slug, dtype)
-            self._learns = estimator, machine.slug, dtype, estimator.seen
+            try:
+                recall(estimator, machine.slug, dtype)
+                self._learns = estimator, machine.slug, dtype, estimator.seen
+            except MeasurementError as error:  # a folder may have a name that cannot name a file of ours
+                warnings.warn(f"what the estimator learns is not kept: {error}", RuntimeWarning, stacklevel=4)
         decoder = self.tokenizer.stream if self.tokenizer is not None else None
         return Engine(self.config, loaded.config, executor, estimator, decoder=decoder, end_tokens=loaded.config.eos_token_ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from pdlab.core.config import SamplingParams
 from pdlab.costs.learned import LearnedEstimator
 from pdlab.llm import LLM, WORTH_KEEPING
+from pdlab.models.loading import load
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +69,12 @@ def test_where_nothing_can_be_written_closing_says_so(home: Path, monkeypatch: p
     (home / "estimators").write_text("a file where a folder is wanted")
     with pytest.warns(RuntimeWarning, match="not kept"):
         engine_of(2 * WORTH_KEEPING)
+
+
+def test_a_model_whose_name_cannot_name_a_file_runs_and_nothing_is_kept(home: Path) -> None:
+    loaded = load("random:llama-tiny", device="cpu", dtype="float32")
+    loaded = replace(loaded, config=replace(loaded.config, name="my model (2)"))
+    settings = {"device": "cpu", "estimator": "learned", "kv_capacity_tokens": 1024, "max_model_len": 256}
+    with pytest.warns(RuntimeWarning, match="not kept"), LLM(loaded, **settings) as llm:
+        assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=2 * WORTH_KEEPING, ignore_eos=True))[0].token_ids)
+    assert not files(home)
