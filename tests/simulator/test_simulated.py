@@ -187,12 +187,14 @@ def test_runs_change_no_time_no_token_and_no_trace_row(rate, seed, policy, batch
             assert one[name] == pytest.approx(other[name]), name
 
 
-def test_with_two_steps_in_flight_runs_agree_to_a_percent():
+def test_with_two_steps_in_flight_runs_agree_to_a_step_in_first_tokens_and_to_two_percent_in_the_rest():
     workload = g.make("w", 40, g.poisson(15), g.lognormal(300, 1, 2000), g.lognormal(50, 1, 300), seed=3)
     config = EngineConfig(steps_in_flight=2)
     runs, steps = (outcome_of(kind, config, workload, "qwen3-8b") for kind in ("runs", "steps"))
-    for name in ("ttft", "per_token", "end_to_end"):
-        # who arrives in the last moment of a run joins a step earlier or later; means of 40 requests, not their maxima
+    # who arrives in the last moment of a run joins a step earlier or later, and a first token takes few steps
+    one_step = steps.per_token.quantile(0.01)
+    assert runs.ttft.mean == pytest.approx(steps.ttft.mean, abs=one_step / 2)
+    for name in ("per_token", "end_to_end"):
         assert getattr(runs, name).mean == pytest.approx(getattr(steps, name).mean, rel=0.02)
 
 
