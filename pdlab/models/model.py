@@ -95,16 +95,13 @@ class Model:
     def tensors(self) -> list[torch.Tensor]:
         """Every distinct weight tensor."""
         found: dict[int, torch.Tensor] = {}
-
-        def visit(item: object) -> None:
+        ahead: list[object] = [self.weights]  # no function that calls itself: its cell would keep all weights till a collection
+        while ahead:
+            item = ahead.pop()
             if isinstance(item, torch.Tensor):
                 found[item.data_ptr()] = item
             elif isinstance(item, list):
-                for part in item:
-                    visit(part)
+                ahead.extend(item)
             elif hasattr(item, "__dataclass_fields__"):
-                for part in vars(item).values():
-                    visit(part)
-
-        visit(self.weights)
+                ahead.extend(vars(item).values())
         return list(found.values())

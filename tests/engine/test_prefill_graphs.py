@@ -6,7 +6,6 @@ shows padding, tokens in flight, and which steps qualify; the gpu tests show the
 
 from __future__ import annotations
 
-import gc
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -119,13 +118,10 @@ def test_the_weights_that_graphs_read_stay_where_they_are_when_the_model_gets_ot
         layer = loaded.model.layers[0]
         read = weakref.ref(layer.down)
         layer.down = layer.down.clone()
-        gc.collect()
         assert read() is not None
         executor.graphs.close()  # type: ignore[attr-defined]
-        gc.collect()
         assert read() is not None, "steps with prompts read it too"
         executor.prefill_graphs.close()  # type: ignore[attr-defined]
-        gc.collect()
         assert read() is None
 
 
