@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ def not_measured(claim: Claim, evidence: Evidence, what: str, note: str = "", ou
         if evidence.device.startswith("cpu")
         else f"{evidence.device} has no {what}"
     )
-    reason = f"{where}; pdlab bench {claim.experiment} --record measures it"
+    there = find_spec(f"pdlab.bench.{claim.experiment}") is not None
+    reason = f"{where}; {f'pdlab bench {claim.experiment} --record measures it' if there else 'no suite measures it yet'}"
     return Finding("not_measured", f"{reason}. {note}".rstrip(". ") if note else reason, ours)
 
 

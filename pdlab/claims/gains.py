@@ -30,16 +30,17 @@ def tail_reduction(ev: Evidence, claim: Claim) -> Finding:
     f = claim.figures
     dropped = {v: max((r.median for r in ev.rows(claim.experiment, "unfinished", v)), default=0) for v in f["variants"]}
     whole = [v for v in f["variants"] if not dropped[v]]
-    notes = [f"{v} is left out: it never ends up to {n:.0f} requests of a run" for v, n in dropped.items() if n]
+    notes = [f"{v} is left out: up to {n:.0f} requests of a run never end under it" for v, n in dropped.items() if n]
     cuts = _cuts(ev, claim, f["metric"], whole)
     if not cuts:
         return not_measured(claim, ev, f"{f['metric']} of {(whole or f['variants'])[0]} beside {f['baselines'][0]}", *notes[:1])
     cut, row = cuts[(len(cuts) - 1) // 2]
     verdict = "reproduced" if cut >= f["percent"] - 3 else "partly" if cut > 3 else "not_reproduced"
-    spread = f"{cuts[0][0]:.0f} to {cuts[-1][0]:.0f} % over {len(cuts)} loads"
+    spread = f"{cuts[0][0]:.0f} to {cuts[-1][0]:.0f} % lower over {len(cuts)} loads"
     if (other := f.get("also")) and (more := _cuts(ev, claim, other, whole)):
         notes.append(f"{other} is {more[(len(more) - 1) // 2][0]:.0f} % lower")
-    reason = "; ".join([f"{cut:.0f} % lower against {f['percent']} % claimed", spread, *notes])
+    found = f"{abs(cut):.0f} % {'lower' if cut >= 0 else 'higher'}, {f['percent']} % lower claimed"
+    reason = "; ".join([found, spread, *notes])
     return Finding(verdict, reason, ev.value(row, cut, "percent"))
 
 
