@@ -10,14 +10,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, barrier, diagonal, first_rows, pieces_of
+from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, barrier, diagonal, first_rows, pieces_of, stage
 
 # results of a tile's half: a row a warp
 ROW = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
@@ -123,25 +122,12 @@ def activation(X, NORM_W, eps, ys, count, target, patience, K: gl.constexpr, NOR
             k = p * PANEL + lane
             weights = weights + (gl.load(NORM_W + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     patience = wait(count, target, patience)
-    scale = 1.0
     x = ()
     for p in gl.static_range(COUNT):
         k = p * PANEL + lane
         # .cg: written by other multiprocessors during this launch, so read from L2
         x = x + (gl.load(X + segment * LENGTH + k, mask=k < LENGTH, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
-    if NORM:
-        squares = gl.zeros([16, PANEL], gl.float32, THREADS)
-        for p in gl.static_range(COUNT):
-            here = x[p].to(gl.float32)  # type: ignore[var-annotated]
-            squares += here * here
-            ys.index(p).store((here * weights[p].to(gl.float32)).to(ys.dtype))
-        scale = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
-    else:
-        for p in gl.static_range(COUNT):
-            ys.index(p).store(x[p])
-    fence_async_shared()
-    barrier()
-    return scale, patience
+    return stage(x, weights, eps, ys, K, NORM), patience
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ from pdlab.kernels.norm_product import SWIGLU
 from pdlab.kernels.ops import HeadWeights, LayerWeights, NormWeights, RopeTable, SamplingBatch
 from pdlab.kernels.product_tiles import RingTile
 from pdlab.kernels.projection_sample import EMPTY, LOGITS, RANDOM, Race, gumbel, noise_key, race_key, winner
-from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, SEGMENTS, WARPS, activation, fill, next_tile
+from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, SEGMENTS, WARPS, activation, fill, next_tile, pieces_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def ring_norm_product_kernel(
     AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
     PARTNERS: gl.constexpr = -1 if GATED else 0
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
+    PIECES: gl.constexpr = pieces_of(K, PANELS)
     ring, full, mine = fill(WD, NEXT, tiles, WIDTH, K, PANELS, STAGES, PARTNERS, AHEAD, NEXT_SIZE, NEXT_APART)
     ys, scale = activation(X, NORM_W, eps, WD, K, True)
     lanes = gl.arange(0, PAIRS, ROW)
@@ -91,7 +91,7 @@ def ring_residual_product_kernel(
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
     AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
+    PIECES: gl.constexpr = pieces_of(K, PANELS)
     ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, 0, AHEAD, NEXT_SIZE, NEXT_APART)
     ys, scale = activation(U, U, 0.0, WD, K, False)
     lanes = gl.arange(0, PAIRS, ROW)
@@ -113,7 +113,7 @@ def ring_norm_qkv_rope_kernel(
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
     AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
+    PIECES: gl.constexpr = pieces_of(K, PANELS)
     ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, HALF, AHEAD, NEXT_SIZE, NEXT_APART)
     # where the token is and goes was uploaded before the step began
     slot, position = gl.load(SLOTS), gl.load(POSITIONS)
@@ -161,7 +161,7 @@ def ring_project_kernel(
     VOCAB: gl.constexpr, WANT: gl.constexpr,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
+    PIECES: gl.constexpr = pieces_of(K, PANELS)
     ring, full, mine = fill(WD, X, tiles, 0, K, PANELS, STAGES, 0, 0, 0, 0)
     temperature = gl.load(TEMPERATURE)
     key1, key2 = noise_key(gl.load(SEED), gl.load(POSITION))

@@ -97,7 +97,7 @@ def ask(
 ):  # fmt: skip
     """Starts the copy of this program's piece i: PANELS panels of both halves of a tile. From `pieces` on, what the next kernel
     reads is asked into L2 instead: the stream of requests does not end before the kernel does."""
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)  # of a tile
+    PIECES: gl.constexpr = pieces_of(K, PANELS)  # of a tile
     stage = i % STAGES
     ours = i < pieces
     a, b = first_rows(gl.program_id(0) + i // PIECES * gl.num_programs(0), apart, PARTNERS)
@@ -119,7 +119,7 @@ def fill(
     AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
     """(the ring, on its way; its barriers; tiles of this program). Behind it AHEAD pieces of what is read next go to L2."""
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
+    PIECES: gl.constexpr = pieces_of(K, PANELS)
     ring = gl.allocate_shared_memory(WD.dtype, [STAGES * 2 * PANELS, LINES, PANEL], WD.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -132,6 +132,25 @@ def fill(
         for i in gl.static_range(AHEAD):  # behind those that will be asked for in the course of the tiles
             ask_following(NEXT, STAGES + i, PANELS, NEXT_SIZE, NEXT_APART)
     return ring, full, mine
+
+
+@gluon.jit
+def stage(x, weights, eps, ys, K: gl.constexpr, NORM: gl.constexpr):
+    """Puts x, panels [16, PANEL] in registers, into `ys` as X', with NORM times the norm's weights; returns 1/rms then, else 1."""
+    scale = 1.0
+    if NORM:
+        squares = gl.zeros([16, PANEL], gl.float32, x[0].type.layout)
+        for p in gl.static_range(len(x)):
+            here = x[p].to(gl.float32)  # type: ignore[var-annotated]
+            squares += here * here
+            ys.index(p).store((here * weights[p].to(gl.float32)).to(ys.dtype))
+        scale = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
+    else:
+        for p in gl.static_range(len(x)):
+            ys.index(p).store(x[p])
+    fence_async_shared()
+    barrier()
+    return scale
 
 
 @gluon.jit
@@ -150,24 +169,11 @@ def activation(X, NORM_W, eps, WD, K: gl.constexpr, NORM: gl.constexpr):
             weights = weights + (gl.load(NORM_W + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     launch_dependents()
     wait_for_the_kernel_before()
-    scale = 1.0
     x = ()
     for p in gl.static_range(COUNT):
         k = p * PANEL + lane
         x = x + (gl.load(X + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    if NORM:
-        squares = gl.zeros([16, PANEL], gl.float32, THREADS)
-        for p in gl.static_range(COUNT):
-            here = x[p].to(gl.float32)  # type: ignore[var-annotated]
-            squares += here * here
-            ys.index(p).store((here * weights[p].to(gl.float32)).to(WD.dtype))
-        scale = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
-    else:
-        for p in gl.static_range(COUNT):
-            ys.index(p).store(x[p])
-    fence_async_shared()
-    barrier()
-    return ys, scale
+    return ys, stage(x, weights, eps, ys, K, NORM)
 
 
 @gluon.jit
@@ -188,7 +194,7 @@ def next_tile(
     NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
     """Products float32 [PAIRS] of the two halves of the tile whose first piece is i, while later pieces come in."""
-    PIECES: gl.constexpr = (K // 16 + PANELS * PANEL - 1) // (PANELS * PANEL)
+    PIECES: gl.constexpr = pieces_of(K, PANELS)
     COUNT: gl.constexpr = (K // 16 + PANEL - 1) // PANEL
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
     a = gl.zeros([LINES, 16], gl.float32, ACC)
