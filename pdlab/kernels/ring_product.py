@@ -136,12 +136,13 @@ def fill(
 
 @gluon.jit
 def stage(x, weights, eps, ys, K: gl.constexpr, NORM: gl.constexpr):
-    """Puts x, panels [16, PANEL] in registers, into `ys` as X', with NORM times the norm's weights; returns 1/rms then, else 1."""
+    """Puts x, panels [16, PANEL] in registers, into `ys` as X', with NORM times the norm's weights; returns 1/rms, or 1."""
+    THREADS: gl.constexpr = x[0].type.layout
     scale = 1.0
     if NORM:
-        squares = gl.zeros([16, PANEL], gl.float32, x[0].type.layout)
+        squares = gl.zeros([16, PANEL], gl.float32, THREADS)
         for p in gl.static_range(len(x)):
-            here = x[p].to(gl.float32)  # type: ignore[var-annotated]
+            here = x[p].to(gl.float32)
             squares += here * here
             ys.index(p).store((here * weights[p].to(gl.float32)).to(ys.dtype))
         scale = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
