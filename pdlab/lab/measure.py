@@ -66,6 +66,19 @@ def phases(
     return pd.DataFrame(table)
 
 
+def together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The tables of phases() as one. Raises MeasurementError where the first model has no prefill, or no decode step at all."""
+    import pandas as pd
+
+    from pdlab.core.errors import MeasurementError
+
+    there = {phase for phase in ("prefill", "decode") if len(parts[0]) and (parts[0]["phase"] == phase).any()}
+    if lost := [phase for phase in ("prefill", "decode") if phase not in there]:
+        what = f"not one {' and not one '.join(lost)} step could be measured (the reasons are printed above)"
+        raise MeasurementError(what, "use a smaller model, or shorter prompts and smaller batches, in the parameters cell")
+    return pd.concat([part for part in parts if len(part)], ignore_index=True)
+
+
 def over(table: pd.DataFrame, x: str, series: Sequence[str] | pd.Series, kind: str = "measured") -> pd.DataFrame:
     """A phases table for figures.latency: `ms` as `kind` and `floor_ms` as predicted over column `x`."""
     import pandas as pd

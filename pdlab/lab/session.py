@@ -64,13 +64,16 @@ class Lab:
         return self.profile == "smoke"
 
     def begin(self, notebook: str, *, profile: str = "auto", seed: int = 0, record: bool = False) -> None:
-        """Takes the parameters cell's values: a profile other than "auto" overrides the machine's; seeds torch and NumPy."""
+        """Takes the parameters cell's values: a profile other than "auto" overrides the machine's; seeds torch and NumPy.
+
+        Without a GPU, `full` becomes `smoke` and says so: the sizes of `full` are those of a GPU.
+        """
         if profile not in ("auto", *PROFILES):
             raise ConfigError(f"profile={profile!r} is not one", f"use auto, {' or '.join(PROFILES)}")
         from pdlab.bench.records import name_command
 
         if profile != "auto" and profile != self.profile:
-            self.profile, self.why = profile, "set by the parameter `profile`"
+            self.profile, self.why = _asked(self.machine, profile, "the parameter `profile`")
         self.notebook, self.seed, self.record = notebook, seed, record
         name_command(f"notebook {notebook}")
         import numpy as np
@@ -139,12 +142,21 @@ class Lab:
         return f"{where} · {versions} · {kind} {time.strftime('%Y-%m-%d')} · profile {self.profile}"
 
 
+def _asked(machine: Machine, profile: str, source: str) -> tuple[str, str]:
+    """(profile, why) where `source` asked for one: what was asked for, or smoke where that is `full` and no GPU is here."""
+    if profile == "full" and not machine.is_gpu:
+        why = machine.problem or "no GPU is here"
+        return "smoke", f"{source} says full, but {why}, so a CPU's sizes are run; parameters that begin with gpu_ do nothing"
+    return profile, f"set by {source}"
+
+
 def _profile(machine: Machine) -> tuple[str, str]:
     asked = os.environ.get("PDLAB_PROFILE", "")
     if asked in PROFILES:
-        return asked, "set by PDLAB_PROFILE"
+        return _asked(machine, asked, "PDLAB_PROFILE")
     why = "a GPU is here" if machine.is_gpu else machine.problem or "no GPU is here"
-    return machine.profile, f"chosen because {why}"
+    ignored = f"PDLAB_PROFILE={asked!r} is neither smoke nor full; " if asked not in ("", "auto") else ""
+    return machine.profile, f"{ignored}chosen because {why}"
 
 
 def _describe(lab: Lab) -> None:

@@ -76,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     if profile == "full" and machine["device"] == "cpu" and args.profile == "auto":
         profile = "smoke"
     jobs = planning.make_jobs(asked, profile, machine["slug"], profile_given=args.profile != "auto", timeout=args.timeout)
+    if machine["device"] == "cpu" and not args.ray and any(job.profile == "full" for job in jobs):
+        why = machine.get("problem") or "no GPU is here"
+        print(f"{why}: notebooks of the series run a CPU's sizes in the profile full, too, and say so;", file=sys.stderr)
+        print("their parameters that begin with gpu_ do nothing", file=sys.stderr)
     if args.dry_run:
         return show_plan(jobs, args)
     workers = args.jobs or max(1, (os.cpu_count() or 1) // 2)

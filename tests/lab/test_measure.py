@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from pdlab.bench.prefill_vs_decode import Step
 from pdlab.bench.records import Recorder
+from pdlab.core.errors import MeasurementError
 from pdlab.costs import tables
 from pdlab.costs.formulas import decode_shape, prefill_shape, step_flops
 from pdlab.costs.roofline import Ceilings, step_time
@@ -19,6 +21,16 @@ from pdlab.lab.session import Lab, LiveText
 from pdlab.models.catalogue import config_of
 
 TOP = Ceilings(10e9, 10e9, 100e9, "measured")
+
+
+def test_a_machine_on_which_no_step_could_be_measured_ends_in_words() -> None:
+    steps = pd.DataFrame({"model": "m", "phase": ["prefill", "decode"], "ms": [1.0, 2.0]})
+    assert len(measure.together([steps, pd.DataFrame(), steps])) == 4
+    with pytest.raises(MeasurementError, match="not one prefill and not one decode step"):
+        measure.together([pd.DataFrame()])
+    with pytest.raises(MeasurementError, match="not one decode step could be measured") as e:
+        measure.together([steps[:1], steps])
+    assert "smaller" in e.value.hint
 
 
 @pytest.fixture

@@ -148,21 +148,40 @@ def test_a_t4_is_told_float16_and_no_triton_dot_kernels(monkeypatch: pytest.Monk
 
 
 def test_the_profile_parameter_overrides_the_machines(capsys: pytest.CaptureFixture) -> None:
-    lab = session.Lab(machine(), "smoke", "chosen because no GPU is here")
+    lab = session.Lab(machine(device="cuda", profile="full"), "full", "chosen because a GPU is here")
     lab.begin("01", profile="auto", seed=3)
+    assert not lab.smoke
+    lab.begin("01", profile="smoke", seed=3)
     assert lab.smoke
-    lab.begin("01", profile="full", seed=3)
-    assert lab.profile == "full"
     assert "set by the parameter" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="smoke or full"):
         lab.begin("01", profile="fast")
 
 
-def test_the_profile_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_full_profile_becomes_smoke_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    lab = session.Lab(machine(), "smoke", "chosen because no GPU is here")
+    lab.begin("01", profile="full")
+    said = capsys.readouterr().out
+    assert lab.smoke
+    assert "no GPU is here" in said
+    assert "gpu_" in said
+    assert "profile smoke" in lab.footer()  # figures name what was run, not what was asked for
     monkeypatch.setenv("PDLAB_PROFILE", "full")
-    assert session._profile(machine())[0] == "full"
+    profile, why = session._profile(machine(problem="the driver does not answer"))
+    assert profile == "smoke"
+    assert "the driver does not answer" in why
+
+
+def test_the_profile_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = machine(device="cuda", profile="full")
+    monkeypatch.setenv("PDLAB_PROFILE", "smoke")
+    assert session._profile(gpu) == ("smoke", "set by PDLAB_PROFILE")
     monkeypatch.setenv("PDLAB_PROFILE", "nonsense")
-    assert session._profile(machine())[0] == "smoke"
+    profile, why = session._profile(machine())
+    assert profile == "smoke"
+    assert "'nonsense' is neither smoke nor full" in why
 
 
 def test_the_seed_makes_random_tensors_repeat() -> None:

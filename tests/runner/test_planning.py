@@ -187,6 +187,13 @@ def test_a_dry_run_says_what_would_run_and_runs_nothing(note: Path, capsys: pyte
     assert not (note.parent / "ran").exists()
 
 
+def test_the_full_profile_without_a_gpu_is_said_before_anything_runs(note: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_cli(note, "--dry-run", "--profile", "full")
+    assert "no GPU is here" in capsys.readouterr().err
+    run_cli(note, "--dry-run", "--profile", "smoke")
+    assert capsys.readouterr().err == ""
+
+
 def test_gpu_notebooks_share_the_gpus_and_the_rest_the_cpu(tmp_path: Path) -> None:
     todo = [Job(tmp_path / f"{i}.ipynb", profile="full" if i < 5 else "smoke", key=str(i)) for i in range(8)]
     slots = Batch(todo, tmp_path, gpus=["0", "3"], workers=2, resume=False)._slots()
