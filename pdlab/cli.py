@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("a", metavar="DEVICE_A")
     compare.add_argument("b", metavar="DEVICE_B")
     compare.add_argument("--experiment", metavar="E", default=None)
+    compare.add_argument("--all", action="store_true", help="show what only one of them has, too (--json always does)")
     compare.add_argument("--runs", action="store_true", help="read runs/measurements too, where `bench` writes by default")
     json_flag(compare)
 
@@ -255,7 +256,7 @@ def _compare(args: argparse.Namespace) -> Answer:
 
     extra = records.target_root() if args.runs else None
     rows = compare.compare_rows(args.a, args.b, args.experiment, extra)
-    return OK, rows, compare.render(rows, args.a, args.b)
+    return OK, rows, compare.render(rows, args.a, args.b, everything=args.all)
 
 
 def _run(args: argparse.Namespace) -> Answer:

@@ -1,4 +1,8 @@
-"""Two devices side by side: the same measurement on each, their ratio, and how close each comes to its own roofline."""
+"""Two devices side by side: the same measurement on each, their ratio, and how close each comes to its own roofline.
+
+Measurements are the same when experiment, variant, metric, kind and every parameter are. Most are found on one device only
+(another shape, another dtype): they come last in the rows, and the table for people leaves them out unless asked.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,9 @@ def floor_share(row: Row, rows: Iterable[Row]) -> float | None:
 
 
 def compare_rows(a: str, b: str, experiment: str | None = None, extra: Path | None = None) -> list[dict[str, Any]]:
-    """One dict for each measurement that either device has: experiment, variant, metric, unit, params, kind, a, b, ratio
-    (b over a), a_roofline and b_roofline (shares of each one's own floor). None where a device has no such row.
+    """One dict for each measurement that either device has, those that both have first: experiment, variant, metric, unit,
+    params, kind, a, b, ratio (b over a), a_roofline and b_roofline (shares of each one's own floor). None where a device has
+    no such row.
 
     Raises MeasurementError for a device without any table, and for an experiment that neither has.
     """
@@ -69,7 +74,11 @@ def compare_rows(a: str, b: str, experiment: str | None = None, extra: Path | No
                     "b_roofline": shares[1],
                 }
             )
-    return result
+    return sorted(result, key=lambda row: not _shared(row))  # stable: each half stays in the order of the tables
+
+
+def _shared(row: dict[str, Any]) -> bool:
+    return row["a"] is not None and row["b"] is not None
 
 
 def compare(a: str, b: str, experiment: str | None = None, extra: Path | None = None) -> pd.DataFrame:
@@ -83,8 +92,31 @@ def compare(a: str, b: str, experiment: str | None = None, extra: Path | None = 
     return pd.DataFrame(rows, columns=columns)
 
 
-def render(rows: list[dict[str, Any]], a: str, b: str) -> str:
-    """A table for people; shares of the roofline in percent."""
+def render(rows: list[dict[str, Any]], a: str, b: str, *, everything: bool = False) -> str:
+    """A table for people of the rows that both devices have, or with `everything` of all; shares of the roofline in percent.
+
+    What is left out is counted below it, and where nothing is in common that is said instead of an empty table.
+    """
+    shared = [row for row in rows if _shared(row)]
+    shown = rows if everything else shared
+    lines = _table(shown, a, b) if shown else [f"{a} and {b} have no measurement in common"]
+    if shared:
+        lines.append(f"ratio: {b} over {a}; in brackets the share of each device's own roofline")
+    for device, side in ((a, "a"), (b, "b")):
+        alone = [row for row in rows if row[side] is not None and not _shared(row)]
+        if alone:
+            names = ", ".join(sorted({row["experiment"] for row in alone}))
+            lines.append(f"on {device} alone: {len(alone):,} of {names}")
+    if not shared:
+        lines.append("a measurement counts as the same where variant, metric and every parameter are, the dtype among them;")
+        lines.append("to have some in common run the same `pdlab bench NAME --record` on both")
+    if len(shown) < len(rows):
+        lines.append("--all shows these too")
+    return "\n".join(lines)
+
+
+def _table(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
+    """A line a row below a line of headings, columns aligned; an en dash where a device has no such row."""
 
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.4g}"
@@ -105,5 +137,4 @@ def render(rows: list[dict[str, Any]], a: str, b: str) -> str:
         for r in rows
     ]
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *body]]
-    return "\n".join([*lines, f"ratio: {b} over {a}; in brackets the share of each device's own roofline"])
+    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *body]]

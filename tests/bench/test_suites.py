@@ -152,6 +152,32 @@ def test_two_devices_are_compared_by_equal_parameters_each_against_its_own_floor
     assert "(50 %)" in compare.render(list(rows.values()), "cpu-a", "cpu-b")
 
 
+def test_what_both_devices_have_comes_first_and_people_see_the_rest_only_when_they_ask(places: Path) -> None:
+    _rows(places, "cpu-a", {"only_a": 1.0, "latency": 10.0})
+    _rows(places, "cpu-b", {"only_b": 3.0, "latency": 2.0})
+    rows = compare.compare_rows("cpu-a", "cpu-b")
+    assert [r["metric"] for r in rows] == ["latency", "only_a", "only_b"]
+    shown = compare.render(rows, "cpu-a", "cpu-b")
+    assert "ours latency" in shown
+    assert "only_" not in shown
+    assert "on cpu-a alone: 1 of attention" in shown
+    assert "--all" in shown
+    everything = compare.render(rows, "cpu-a", "cpu-b", everything=True)
+    assert "only_a" in everything
+    assert "only_b" in everything
+    assert "--all" not in everything
+
+
+def test_two_devices_with_nothing_in_common_are_told_so(places: Path) -> None:
+    _rows(places, "cpu-a", {"latency": 10.0})
+    _rows(places, "cpu-b", {"bandwidth": 2.0})
+    for everything in (False, True):
+        shown = compare.render(compare.compare_rows("cpu-a", "cpu-b"), "cpu-a", "cpu-b", everything=everything)
+        assert "every parameter" in shown
+        assert "ratio:" not in shown
+        assert ("have no measurement in common" in shown) != everything
+
+
 def test_comparing_what_was_not_recorded_says_what_was(places: Path) -> None:
     _rows(places, "cpu-a", {"latency": 10.0})
     with pytest.raises(MeasurementError, match="cpu-a"):
