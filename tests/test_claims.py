@@ -389,6 +389,33 @@ def test_a_gain_is_above_one_when_ours_is_better_whatever_the_unit() -> None:
     assert Pair(row(2, "tok/s"), row(1, "tok/s")).gain == 2
 
 
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (1.3554, "ratio", "1.355x"), (72.4, "percent", "72.4 %"), (1.074e9, "bytes", "1.074 GB"), (3.441, "ms", "3.441 ms"),
+        (19528, "count", "19,528"), (3.111e6, "ratio", "3,111,000x"), (-2.8, "percent", "-2.8 %"),
+    ],
+)  # fmt: skip
+def test_a_value_is_written_as_people_write_it(value: float, unit: str, words: str) -> None:
+    assert claims.said({"value": value, "unit": unit}) == words
+
+
+def test_every_value_of_the_shipped_ledger_says_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the records that are shipped
+    verdicts = [v for v in claims.judge() if v.ours]
+    assert verdicts
+    assert [v.id for v in verdicts if not v.what] == []
+    text = claims.render(verdicts)
+    assert " ratio" not in text
+    assert "e+0" not in text
+
+
+def test_whole_numbers_are_not_rounded(places: Path) -> None:
+    row = Row("r", "t", "e", "v", "m", "count", 19528, 1, 1, 1)
+    assert Evidence(GPU).value(row)["value"] == 19528
+    assert Evidence(GPU).value(row, 1.23456)["value"] == 1.235
+
+
 def test_the_ledger_for_people_names_every_claim() -> None:
     text = claims.render(claims.judge())
     assert all(f"{id:3} " in text for id in IDS)

@@ -40,7 +40,7 @@ VERDICTS = ("reproduced", "partly", "not_reproduced", "impossible", "not_measure
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of `pdlab claims`. `ours` is the value that decided, or None."""
+    """One line of `pdlab claims`. `ours` is the value that decided, or None; `what` names it, for people."""
 
     id: str
     section: str
@@ -50,9 +50,11 @@ class Verdict:
     verdict: str
     rule: str
     reason: str
+    what: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        """The document of `pdlab claims --json`: every field but `what`, which the reason says at more length."""
+        return {name: value for name, value in vars(self).items() if name != "what"}
 
 
 def read_claims(path: Path | None = None) -> list[Claim]:
@@ -98,7 +100,7 @@ def judge(
         verdicts.append(
             Verdict(
                 claim.id, claim.section, claim.claim, claim.article, finding.ours, finding.verdict,
-                f"{claim.rule}: {text}", finding.reason,
+                f"{claim.rule}: {text}", finding.reason, finding.what,
             )
         )  # fmt: skip
     return verdicts
@@ -111,7 +113,21 @@ def render(verdicts: list[Verdict]) -> str:
         value = ""
         if v.ours:
             where = f" on {v.ours['device']}" if v.ours["device"] else ""
-            value = f" · ours {v.ours['value']:g} {v.ours['unit']} ({v.ours['kind']}{where})"
+            value = f" · ours {said(v.ours)}{_named(v)} ({v.ours['kind']}{where})"
         lines.append(f"{v.id:3} {v.verdict.replace('_', ' ').upper()}: {v.claim}")
         lines += [f"    article {v.article}{value}", f"    {v.reason}"]
     return "\n".join(lines)
+
+
+def _named(verdict: Verdict) -> str:
+    """What the value is of: after a comma, but for a count, which it completes."""
+    if not verdict.what or not verdict.ours:
+        return ""
+    return ("" if verdict.ours["unit"] == "count" else ",") + f" {verdict.what}"
+
+
+def said(ours: dict[str, Any]) -> str:
+    """The `ours` of a verdict as people write it: 1.36x, 41.1 %, 1.07 GB, 3.44 ms."""
+    value, unit = (ours["value"] / 1e9, "GB") if ours["unit"] == "bytes" else (ours["value"], ours["unit"])
+    number = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return number + {"ratio": "x", "percent": " %", "count": ""}.get(unit, f" {unit}")

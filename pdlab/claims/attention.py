@@ -31,7 +31,8 @@ def plain_attention_wins_below(ev: Evidence, claim: Claim) -> Finding:
         f"plain attention is faster in {len(plain)} of {len(short)} cases below {f['crossover']} tokens; "
         f"fused is {gain_range(short)}, closest at {pair.params['seq_len']} tokens; {own}"
     )
-    return Finding(verdict, reason, ev.value(pair.ours, pair.gain, "ratio"))
+    what = f"fused over plain at {pair.params['seq_len']} tokens, where plain comes closest"
+    return Finding(verdict, reason, ev.value(pair.ours, pair.gain, "ratio"), what)
 
 
 def flash_speedups(ev: Evidence, claim: Claim) -> Finding:
@@ -39,7 +40,7 @@ def flash_speedups(ev: Evidence, claim: Claim) -> Finding:
     reaches the claimed ratio, partly if some do. Milliseconds are the A100's: the shapes they allow are solved."""
     f = claim.figures
     solved = _solve_attention(f)
-    met, seen, value = 0, [], None
+    met, seen, value, what = 0, [], None, ""
     for length, (plain_ms, fused_ms) in f["ms"].items():
         pairs = ev.pairs(claim.experiment, "throughput", f["fused"], f["plain"], {"seq_len": int(length)})
         if not pairs:
@@ -47,11 +48,11 @@ def flash_speedups(ev: Evidence, claim: Claim) -> Finding:
         pair = middle(pairs)
         met += pair.gain >= plain_ms / fused_ms * (1 - NOISE)
         seen.append(f"{length}: {pair.gain:.2f}x against {plain_ms / fused_ms:.2f}x")
-        value = ev.value(pair.ours, pair.gain, "ratio")
+        value, what = ev.value(pair.ours, pair.gain, "ratio"), f"fused over plain at {length} tokens"
     if not seen:
         return not_measured(claim, ev, "attention at these lengths beside plain attention", solved)
     verdict = "reproduced" if met == len(f["ms"]) else "partly" if met else "not_reproduced"
-    return Finding(verdict, f"{'; '.join(seen)}. {solved}", value)
+    return Finding(verdict, f"{'; '.join(seen)}. {solved}", value, what)
 
 
 def _solve_attention(f: dict[str, Any]) -> str:
@@ -89,17 +90,18 @@ def best_tile_differs(ev: Evidence, claim: Claim) -> Finding:
         return tables.params_json({k: v for k, v in row.params.items() if k.startswith("tile")} | {"variant": row.variant})
 
     mine = best.get(ev.device) or next(iter(best.values()))
-    value = ev.value(next(iter(mine.values()))) if ev.device in best else None
+    tiles = {tile(r) for r in mine.values()}
+    value = ev.value(next(iter(mine.values())), len(tiles), "count") if ev.device in best else None
+    what = f"different best tiles over {len(mine)} shapes" if value else ""
     elsewhere = _fits_elsewhere(list(mine.values()))
     if len(best) == 1:
-        tiles = {tile(r) for r in mine.values()}
         verdict = "partly" if len(tiles) > 1 else "not_measured"
         reason = f"one GPU recorded: {len(tiles)} best tiles over {len(mine)} shapes; a second GPU decides{elsewhere}"
-        return Finding(verdict, reason, value)
+        return Finding(verdict, reason, value, what)
     shapes = set.intersection(*(set(b) for b in best.values()))
     differ = sum(len({tile(b[s]) for b in best.values()}) > 1 for s in shapes)
     reason = f"the best tile differs between {', '.join(best)} at {differ} of {len(shapes)} shapes{elsewhere}"
-    return Finding("reproduced" if differ else "not_reproduced", reason, value)
+    return Finding("reproduced" if differ else "not_reproduced", reason, value, what)
 
 
 def _faster(row: Row, other: Row) -> bool:
@@ -136,11 +138,17 @@ def care_prevents_errors(ev: Evidence, claim: Claim) -> Finding:
         return Finding("reproduced" if failed else "not_reproduced", reason.rstrip("; "))
     worst = max(pairs, key=lambda p: p.base.median / p.ours.median)
     factor = worst.base.median / worst.ours.median
-    reason += f"{worst.base.variant} errs {factor:.3g} times as much as {careful} ({worst.base.median:.2g})"
+    reason += f"{worst.base.variant} errs {_whole(factor)} times as much as {careful} ({worst.base.median:.2g})"
     own = [r.median for v in f["own"] for r in ev.rows(claim.experiment, f["metric"], v)]
     reason += f"; the kernels themselves err by {max(own):.2g} at most over {len(own)} cases" if own else ""
     verdict = "reproduced" if factor >= f["factor"] or failed else "not_reproduced"
-    return Finding(verdict, reason, ev.value(worst.ours, factor, "ratio"))
+    what = f"the error of {worst.base.variant} over {careful}, at its worst"
+    return Finding(verdict, reason, ev.value(worst.ours, factor, "ratio"), what)
+
+
+def _whole(factor: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{float(f'{factor:.3g}'):,.0f}" if factor >= 1000 else f"{factor:.3g}"
 
 
 def _not_finite(ev: Evidence, claim: Claim, variant: str) -> int:

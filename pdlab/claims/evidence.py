@@ -33,11 +33,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule answers."""
+    """What a rule answers. `what` names the value in `ours`, since a number and a unit alone do not say of what."""
 
     verdict: str
     reason: str
     ours: dict[str, Any] | None = None
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,10 @@ class Evidence:
         return [p for p in found if p.ours.kind == "measured"] or found
 
     def value(self, row: Row, value: float | None = None, unit: str | None = None) -> dict[str, Any]:
-        """The `ours` of a verdict, drawn from a row."""
+        """The `ours` of a verdict, drawn from a row. Whole numbers stay as they are, others keep four digits."""
+        value = row.median if value is None else value
         return {
-            "value": float(f"{row.median if value is None else value:.4g}"),
+            "value": float(value) if float(value).is_integer() else float(f"{value:.4g}"),
             "unit": unit or row.unit,
             "kind": row.kind,
             "device": self.device,
@@ -129,16 +131,16 @@ def predicted(value: float, unit: str, device: str | None) -> dict[str, Any]:
     return {"value": float(f"{value:.4g}"), "unit": unit, "kind": "predicted", "device": device, "provenance_id": None}
 
 
-def not_measured(claim: Claim, evidence: Evidence, what: str, note: str = "", ours: Any = None) -> Finding:
-    """The verdict where the rows that a rule needs were never recorded."""
+def not_measured(claim: Claim, evidence: Evidence, what: str, note: str = "", ours: Any = None, named: str = "") -> Finding:
+    """The verdict where the rows that a rule needs were never recorded. `named`: what `ours` is, where something is known."""
     where = (
         "a CPU's records are not evidence about GPUs"
         if evidence.device.startswith("cpu")
-        else f"{evidence.device} has no {what}"
+        else f"{evidence.device} has no record of {what}"
     )
     there = find_spec(f"pdlab.bench.{claim.experiment}") is not None
     reason = f"{where}; {f'pdlab bench {claim.experiment} --record measures it' if there else 'no suite measures it yet'}"
-    return Finding("not_measured", f"{reason}. {note}".rstrip(". ") if note else reason, ours)
+    return Finding("not_measured", f"{reason}. {note}".rstrip(". ") if note else reason, ours, named)
 
 
 def graded(value: float, claimed: float) -> str:
@@ -153,5 +155,5 @@ def middle(pairs: list[Pair]) -> Pair:
 def gain_range(pairs: list[Pair]) -> str:
     gains = sorted(p.gain for p in pairs)
     if len(gains) == 1:
-        return f"{gains[0]:.2f}x at one shape"
+        return "one shape"
     return f"{gains[0]:.2f}x to {gains[-1]:.2f}x over {len(gains)} shapes"

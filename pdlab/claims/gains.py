@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from pdlab.claims.evidence import NOISE, Claim, Evidence, Finding, gain_range, graded, middle, not_measured
+from pdlab.claims.evidence import NOISE, Claim, Evidence, Finding, Pair, gain_range, graded, middle, not_measured
 from pdlab.costs.tables import Row
 from pdlab.models.catalogue import CATALOGUE
 
@@ -18,9 +18,14 @@ def speedup(ev: Evidence, claim: Claim) -> Finding:
     if not pairs:
         return not_measured(claim, ev, f"{f['metric']} of {f['variants'][0]} beside {f['baselines'][0]}")
     pair = middle(pairs)
-    reason = f"median gain {pair.gain:.2f}x against {f['ratio']:.2f}x claimed; {gain_range(pairs)}"
+    who = f"{pair.ours.variant} over {pair.base.variant}"
+    reason = f"{who}: {_gain(pairs)} {pair.gain:.2f}x against {f['ratio']:.2f}x claimed; {gain_range(pairs)}"
     verdict = graded(pair.gain, f["ratio"])
-    return Finding(verdict, reason, ev.value(pair.ours, pair.gain, "ratio"))
+    return Finding(verdict, reason, ev.value(pair.ours, pair.gain, "ratio"), f"{f['metric']} of {who}")
+
+
+def _gain(pairs: list[Pair]) -> str:
+    return "median gain" if len(pairs) > 1 else "gain"
 
 
 def tail_reduction(ev: Evidence, claim: Claim) -> Finding:
@@ -36,12 +41,20 @@ def tail_reduction(ev: Evidence, claim: Claim) -> Finding:
         return not_measured(claim, ev, f"{f['metric']} of {(whole or f['variants'])[0]} beside {f['baselines'][0]}", *notes[:1])
     cut, row = cuts[(len(cuts) - 1) // 2]
     verdict = "reproduced" if cut >= f["percent"] - 3 else "partly" if cut > 3 else "not_reproduced"
-    spread = f"{cuts[0][0]:.0f} to {cuts[-1][0]:.0f} % lower over {len(cuts)} loads"
+    spread = f"{cuts[0][0]:.0f} to {cuts[-1][0]:.0f} % lower over {len(cuts)} loads" if len(cuts) > 1 else "one load"
+    quantile = f"P{f['where']['quantile']} " if "quantile" in f.get("where", {}) else ""
+    tail = f"{quantile}{f['metric'].replace('_', ' ')}"
     if (other := f.get("also")) and (more := _cuts(ev, claim, other, whole)):
-        notes.append(f"{other} is {more[(len(more) - 1) // 2][0]:.0f} % lower")
-    found = f"{abs(cut):.0f} % {'lower' if cut >= 0 else 'higher'}, {f['percent']} % lower claimed"
-    reason = "; ".join([found, spread, *notes])
-    return Finding(verdict, reason, ev.value(row, cut, "percent"))
+        notes.insert(0, f"{quantile}{other} is {more[(len(more) - 1) // 2][0]:.0f} % lower")
+    found = f"{tail} of {row.variant} is {_lower(cut)} than of {f['baselines'][0]}, {f['percent']} % lower claimed"
+    reason = "; ".join([f"{row.kind}: {found}", spread, *notes])
+    what = f"cut in the {tail} of {row.variant} against {f['baselines'][0]}"
+    return Finding(verdict, reason, ev.value(row, cut, "percent"), what)
+
+
+def _lower(cut: float) -> str:
+    """A cut in percent in words; a negative one is a rise."""
+    return f"{abs(cut):.0f} % {'lower' if cut >= 0 else 'higher'}"
 
 
 def _cuts(ev: Evidence, claim: Claim, metric: str, variants: list[str]) -> list[tuple[float, Row]]:
@@ -59,16 +72,17 @@ def fewer_with_the_cure(ev: Evidence, claim: Claim) -> Finding:
     without = [r for v in f["baselines"] for r in rows[v]]
     cured = [r for v in f["variants"] for r in rows[v]]
     if not without:
-        return not_measured(claim, ev, f"{f['metric']} of {f['baselines'][0]}")
+        return not_measured(claim, ev, f"{f['metric']} without the cure (variant {f['baselines'][0]!r})")
     worst = max(without, key=lambda r: r.median)
     if worst.median <= f.get("noticeable", 0):
         return Finding("not_reproduced", f"{f['metric']} without the cure is {worst.median:g} {worst.unit}", ev.value(worst))
     if not cured:
-        return Finding("partly", f"{f['metric']} is {worst.median:g} {worst.unit}; the cure was not measured", ev.value(worst))
+        reason = f"{f['metric']} is {worst.median:g} {worst.unit}; the cure was not measured"
+        return Finding("partly", reason, ev.value(worst), f"{f['metric']} without the cure")
     best = min(cured, key=lambda r: r.median)
     verdict = "reproduced" if best.median <= worst.median / 2 else "partly"
     reason = f"{f['metric']} {worst.median:g} {worst.unit} without, {best.median:g} with the cure"
-    return Finding(verdict, reason, ev.value(best))
+    return Finding(verdict, reason, ev.value(best), f"{f['metric']} with the cure")
 
 
 def _stages(ev: Evidence, experiment: str, metric: str, **where: Any) -> dict[str, list[Row]]:
@@ -97,7 +111,8 @@ def whole_stack(ev: Evidence, claim: Claim) -> Finding:
     met = (gain >= f["ratio"] * (1 - NOISE)) + (cut is not None and cut >= target - NOISE)
     fall = "not recorded" if cut is None else f"{100 * cut:.0f} % lower"
     reason = f"throughput {gain:.2f}x against {f['ratio']}x, P99 {fall} against {100 * target:.0f} % lower"
-    return Finding(("not_reproduced", "partly", "reproduced")[met], reason, ev.value(row, gain, "ratio"))
+    what = f"throughput of the last stage over the first, {row.params['model']}"
+    return Finding(("not_reproduced", "partly", "reproduced")[met], reason, ev.value(row, gain, "ratio"), what)
 
 
 def families_differ(ev: Evidence, claim: Claim) -> Finding:
@@ -118,4 +133,5 @@ def families_differ(ev: Evidence, claim: Claim) -> Finding:
         return not_measured(claim, ev, "stage measured on both families")
     stage, (ratio, row) = max(ratios.items(), key=lambda item: item[1][0])
     verdict = "reproduced" if ratio >= claim.figures["noticeable"] else "not_reproduced"
-    return Finding(verdict, f"the gains differ most at stage {stage}: {ratio:.2f} times", ev.value(row, ratio, "ratio"))
+    reason = f"the gains differ most at stage {stage}: {ratio:.2f} times"
+    return Finding(verdict, reason, ev.value(row, ratio, "ratio"), "one family's gain over the other's, at its most")

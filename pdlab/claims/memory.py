@@ -38,7 +38,8 @@ def kv_size_is_solved(ev: Evidence, claim: Claim) -> Finding:
         f"could be at most {wide:.0f} wide, so {deep:.0f} layers deep. With batches: {batched}"
     )
     verdict = "reproduced" if any(s.fits for s in alone) else "impossible"
-    return Finding(verdict, reason, predicted(usual.kv_bytes, "bytes", None))
+    what = f"llama-2-7b in float16, one input of {tokens} tokens"
+    return Finding(verdict, reason, predicted(usual.kv_bytes, "bytes", None), what)
 
 
 def littles_law(ev: Evidence, claim: Claim) -> Finding:
@@ -49,10 +50,10 @@ def littles_law(ev: Evidence, claim: Claim) -> Finding:
     where = {"concurrency": f["in_flight"], "workload": f["workload"]}
     waste = sorted(ev.rows(claim.experiment, "waste_internal", f["variant"], **where), key=lambda r: r.median)
     pairs = ev.pairs(claim.experiment, "throughput", [f["variant"]], [f["baseline"]], where)
-    value, recorded = None, "waste and throughput are not recorded here"
+    value, what, recorded = None, "", "waste and throughput are not recorded here"
     if waste:
         row = waste[(len(waste) - 1) // 2]
-        value = ev.value(row)
+        value, what = ev.value(row), f"internal waste of {f['variant']}"
         outside = ev.rows(claim.experiment, "waste_external", f["variant"], **where)
         recorded = f"{row.kind}: internal waste {_span(waste)} % (article {f['waste_percent']} %)"
         recorded += f", external {_span(outside)} %" if outside else ""
@@ -65,13 +66,13 @@ def littles_law(ev: Evidence, claim: Claim) -> Finding:
             f"{f['in_flight']} in flight at {f['qps']} a second is a mean of {mean:.0f} ms, above the P99 of {f['p99_ms']} ms: "
             f"the slowest 1 % would have to average {slowest / 1e3:.1f} s; {recorded}"
         )
-        return Finding("impossible", reason, value)
+        return Finding("impossible", reason, value, what)
     if not waste or not pairs:
         return not_measured(claim, ev, f"waste and throughput of {f['variant']} at {f['in_flight']} requests")
     near = abs(waste[(len(waste) - 1) // 2].median - f["waste_percent"]) <= max(2.0, 0.25 * f["waste_percent"])
     claimed = f["qps"] / f.get("baseline_qps", f["qps"])
     grade = graded(middle(pairs).gain, claimed) if f["variant"] != f["baseline"] else "reproduced"
-    return Finding("reproduced" if near and grade == "reproduced" else "partly", recorded, value)
+    return Finding("reproduced" if near and grade == "reproduced" else "partly", recorded, value, what)
 
 
 def _span(rows: list[Row]) -> str:
@@ -95,20 +96,37 @@ def _wins_from(gains: dict[int, tuple[float, Pair]]) -> int | None:
 
 def crossover_in_concurrency(ev: Evidence, claim: Claim) -> Finding:
     """Reproduced if the variant starts to win (by more than 3 %) within a factor of two of the claimed concurrency; partly
-    if it wins from another point on; not reproduced if it never wins. A card with more memory crosses over later, so what
-    is recorded for the article's card stands beside it."""
+    if it wins from another point on, or near the claimed one on the article's card alone; not reproduced if it never wins.
+    A card with more memory crosses over later, so what is recorded for the article's card stands beside it."""
     f = claim.figures
     gains = _gains(ev, claim)
     if len(gains) < 2:
         return not_measured(claim, ev, f"{f['variant']} beside {f['baseline']} at several concurrencies")
     first, (gain, last) = _wins_from(gains), gains[max(gains)]
-    reason = f"{last.ours.kind}, {_said(f['variant'], gains)}"
-    if ev.device != f["device"] and (there := _gains(Evidence(f["device"], ev.extra), claim)):
+    reason = f"{last.ours.kind}, {_said(f['variant'], gains)}{'' if first else _none_preempted(ev, claim)}"
+    there = _gains(Evidence(f["device"], ev.extra), claim) if ev.device != f["device"] else {}
+    if there:
         reason += f". {f['device']}, {there[max(there)][1].ours.kind}: {_said(f['variant'], there)}"
     if first is None:
-        return Finding("not_reproduced", reason, ev.value(last.ours, gain, "ratio"))
-    near = f["concurrency"] / 2 <= first <= 2 * f["concurrency"] and min(gains) < first
-    return Finding("reproduced" if near else "partly", reason, ev.value(last.ours, first, "count"))
+        verdict = "partly" if _near(f["concurrency"], there) else "not_reproduced"
+        what = f"throughput of {f['variant']} over {f['baseline']} at {max(gains)} requests"
+        return Finding(verdict, reason, ev.value(last.ours, gain, "ratio"), what)
+    verdict = "reproduced" if _near(f["concurrency"], gains) else "partly"
+    return Finding(verdict, reason, ev.value(last.ours, first, "count"), f"requests from which on {f['variant']} wins")
+
+
+def _near(claimed: int, gains: dict[int, tuple[float, Pair]]) -> bool:
+    """Whether the variant starts to win within a factor of two of the claimed concurrency, and not at the very first."""
+    first = _wins_from(gains)
+    return first is not None and claimed / 2 <= first <= 2 * claimed and min(gains) < first
+
+
+def _none_preempted(ev: Evidence, claim: Claim) -> str:
+    """That no request lost its memory, where preemptions were counted and there was not one."""
+    f = claim.figures
+    both, where = (f["variant"], f["baseline"]), {"workload": f["workload"]}
+    counts = [r.median for v in both for r in ev.rows(claim.experiment, "preemptions", v, **where)]
+    return f"; no request was preempted on {ev.device}" if counts and not any(counts) else ""
 
 
 def _said(variant: str, gains: dict[int, tuple[float, Pair]]) -> str:
@@ -132,7 +150,8 @@ def hybrid_beats_both(ev: Evidence, claim: Claim) -> Finding:
     verdict = "reproduced" if worst.gain > 1 + NOISE else "partly" if worst.gain >= 1 - NOISE else "not_reproduced"
     reason = ", ".join(f"{m.gain:.2f}x of {r} ({gain_range(p)})" for m, r, p in zip(middles, f["rivals"], each))
     kinds = " and ".join(sorted({p.ours.kind for pairs in each for p in pairs}))
-    return Finding(verdict, f"{kinds}: {reason}", ev.value(worst.ours, worst.gain, "ratio"))
+    what = f"throughput of {f['variant']} over {worst.base.variant}, the better of both"
+    return Finding(verdict, f"{kinds}: {reason}", ev.value(worst.ours, worst.gain, "ratio"), what)
 
 
 def compaction_cures(ev: Evidence, claim: Claim) -> Finding:
@@ -146,10 +165,10 @@ def compaction_cures(ev: Evidence, claim: Claim) -> Finding:
     without, rhythm = rows[f["baseline"]][-1], rows[f["variant"]][-1]
     better = rows[f["better"]][-1] if rows[f["better"]] else None
     best = min(r.median for r in (rhythm, better) if r is not None)
-    counts = ", ".join(f"{v} {rs[-1].median:g}" for v, rs in rows.items() if rs)
+    counts = ", ".join(f"{v} {rs[-1].median:,.0f}" for v, rs in rows.items() if rs)
     reason = f"{without.kind}: allocations refused although as much memory was free: {counts}"
     if not without.median:
-        return Finding("not_reproduced", reason, ev.value(without))
+        return Finding("not_reproduced", reason, ev.value(without), "refused without compaction")
     lessened = best < without.median * (1 - NOISE)
     verdict = "reproduced" if rhythm.median <= without.median / 2 else "partly" if lessened else "not_reproduced"
-    return Finding(verdict, reason, ev.value(rhythm))
+    return Finding(verdict, reason, ev.value(rhythm), f"refused with the article's rhythm, {without.median:,.0f} without")

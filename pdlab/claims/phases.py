@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pdlab.claims.evidence import Claim, Evidence, Finding, at, not_measured, predicted
@@ -19,18 +20,25 @@ def prefill_is_compute_bound(ev: Evidence, claim: Claim) -> Finding:
     if not both:
         return not_measured(claim, ev, f"prefill steps of {least} tokens or more")
     wins = sum(c.median > b.median for c, b in both)
-    top = max((c for c, _ in both), key=lambda r: r.median)
+    top, middle = _top_and_middle(c for c, _ in both)
     cfg = config_of("llama-2-7b")
     growth = step_flops(cfg, prefill_shape(4096)).attention / step_flops(cfg, prefill_shape(2048)).attention
     share = [100 * (f := step_flops(cfg, prefill_shape(n))).attention / f.total for n in (2048, 32768)]
     reason = (
-        f"{wins} of {len(both)} prefill steps use more compute than bandwidth, at most {top.median:.0f} % of the matrix rate "
+        f"{wins} of {len(both)} prefill steps of {least} tokens or more use a larger part of the matrix rate than of the "
+        f"bandwidth; of the matrix rate {middle.median:.0f} % in the median, at most {top.median:.0f} % "
         f"({top.params['model']}, {top.params['batch']} x {top.params['tokens']}); attention's FLOPs grow {growth:.2f}x when "
         f"the prompt doubles, but are only {share[0]:.0f} % of all at 2048 tokens and {share[1]:.0f} % at 32768 (llama-2-7b)"
     )
     quadratic = abs(growth - 4) < 0.05
     verdict = "reproduced" if wins == len(both) and quadratic else "partly" if wins * 2 > len(both) else "not_reproduced"
-    return Finding(verdict, reason, ev.value(top))
+    return Finding(verdict, reason, ev.value(middle), "the median step's share of the matrix rate")
+
+
+def _top_and_middle(rows: Iterable[Row]) -> tuple[Row, Row]:
+    """The largest row, and the median one (the lower of two)."""
+    rising = sorted(rows, key=lambda r: r.median)
+    return rising[-1], rising[(len(rising) - 1) // 2]
 
 
 def _utilizations(ev: Evidence, claim: Claim, **where: Any) -> list[tuple[Row, Row]]:
@@ -50,15 +58,15 @@ def decode_underuses_compute(ev: Evidence, claim: Claim) -> Finding:
         return not_measured(claim, ev, "decode steps", solved)
     under = sum(c.median < limit for c, _ in both)
     memory = sum(b.median > c.median for c, b in both)
-    top = max((c for c, _ in both), key=lambda r: r.median)
-    middle = sorted((c for c, _ in both), key=lambda r: r.median)[(len(both) - 1) // 2]
+    top, middle = _top_and_middle(c for c, _ in both)
     reason = (
-        f"{under} of {len(both)} decode steps use under {limit} % of the matrix rate, {memory} more bandwidth than compute; "
+        f"{under} of {len(both)} decode steps use under {limit} % of the matrix rate, {memory} a larger part of the bandwidth; "
         f"median {middle.median:.1f} %, at most {top.median:.1f} % ({top.params['model']}, batch {top.params['batch']}). "
         f"{solved}"
     )
     holds = (2 * under >= len(both)) + (2 * memory >= len(both))
-    return Finding(("not_reproduced", "partly", "reproduced")[holds], reason, ev.value(middle))
+    what = "the median step's share of the matrix rate"
+    return Finding(("not_reproduced", "partly", "reproduced")[holds], reason, ev.value(middle), what)
 
 
 def _largest_batch_under(percent: float, device: str) -> str:
@@ -89,8 +97,9 @@ def fixed_bytes(ev: Evidence, claim: Claim) -> Finding:
         f"so a model of {moved / 2e9:.1f} B weights of two bytes"
     )
     ours = predicted(expected, "ms", f["device"])
+    what = f"{ms} ms at {before} % brought to {after} %"
     if not low <= claimed + 0.05 or not claimed - 0.05 <= high:
         span = f"{low:.2f} to {high:.2f} with rounding"
         reason = f"{before} to {after} % takes {ms} ms to {expected:.2f} ms ({span}), not {claimed}; {solved}"
-        return Finding("impossible", reason, ours)
-    return not_measured(claim, ev, "bandwidth techniques", solved, ours)
+        return Finding("impossible", reason, ours, what)
+    return not_measured(claim, ev, "bandwidth techniques", solved, ours, what)

@@ -82,24 +82,21 @@ def ledger() -> str:
     """Every claim of the article with our figure and verdict, judged on the reference device's records."""
     from pdlab import claims
 
-    rows = [verdict.to_dict() for verdict in claims.judge(REFERENCE)]
-    tally = Counter(row["verdict"] for row in rows)
+    verdicts = claims.judge(REFERENCE)
+    tally = Counter(v.verdict for v in verdicts)
     counts = "".join(f"<span>{n} {badge(v, VERDICT_CLASS.get(v, ''))}</span>" for v, n in tally.items())
     labels = ["id", "claim", "article", "ours", "verdict"]
     lines = []
-    for row in rows:
-        name, verdict = html.escape(row["id"]), badge(row["verdict"], VERDICT_CLASS.get(row["verdict"], ""))
-        reason = f"{verdict}<br><span class=soft>{html.escape(row['reason'] or '')}</span>"
-        values = [f"<b>{name}</b>", html.escape(row["claim"]), html.escape(str(row["article"])), _ours(row["ours"]), reason]
+    for v in verdicts:
+        name, verdict = html.escape(v.id), badge(v.verdict, VERDICT_CLASS.get(v.verdict, ""))
+        reason = f"{verdict}<br><span class=soft>{html.escape(v.reason)}</span>"
+        ours = "–"
+        if v.ours:
+            of_what = ", ".join(filter(None, (v.what, v.ours["kind"])))
+            ours = f"{html.escape(claims.said(v.ours))}<br><span class=soft>{html.escape(of_what)}</span>"
+        values = [f"<b>{name}</b>", html.escape(v.claim), html.escape(v.article), ours, reason]
         lines.append(f"<tr id='claim-{name}'>{cells(labels, values)}</tr>")
     return f"<p class=tally>{counts}</p><p class=soft>Judged on the records of {REFERENCE}.</p>" + grid(labels, lines)
-
-
-def _ours(ours: dict[str, Any] | None) -> str:
-    if not ours:
-        return "–"
-    value, unit = (ours["value"] / 1e9, "GB") if ours["unit"] == "bytes" else (ours["value"], ours["unit"])
-    return f"{value:.4g} {html.escape(unit)}<br><span class=soft>{html.escape(ours['kind'])}</span>"
 
 
 def machine_table(machine: dict[str, Any]) -> str:
