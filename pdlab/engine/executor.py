@@ -25,7 +25,7 @@ from pdlab.engine.buffers import Block
 from pdlab.engine.graphs import GREEDY, MODEL, RANDOM, Capture, CudaCapture, DecodeGraphs, StepShape
 from pdlab.engine.interface import StepResult
 from pdlab.engine.kv_memory import kv_capacity
-from pdlab.engine.prefill_graphs import MixedShape, PrefillGraphs
+from pdlab.engine.prefill_graphs import MOST_GRAPHS, MixedShape, PrefillGraphs
 from pdlab.engine.sampling import SeenTokens, sampling_batch
 from pdlab.kernels.kv_moves import run_copies
 from pdlab.kernels.kv_view import KVView
@@ -258,9 +258,9 @@ class TorchExecutor:
                     graphs.run(StepShape(size, stage, kind, graphs.longest))
         return graphs.seconds - before
 
-    def capture_prefill_graphs(self) -> float:
-        """The same of steps with prompts, for loads of prompts of all lengths beside decodes; seconds. Some hundred graphs:
-        without this each is captured when it was met twice."""
+    def capture_prefill_graphs(self, wanted: Callable[[MixedShape], bool] = lambda shape: True) -> float:
+        """The same of steps with prompts, for loads of prompts of all lengths beside decodes; seconds. Some hundred graphs (of
+        the `wanted` ones the largest MOST_GRAPHS): without this each is captured when it was met twice."""
         graphs = self.prefill_graphs
         if graphs is None:
             return 0.0
@@ -268,7 +268,7 @@ class TorchExecutor:
         shapes = graphs.shapes(self._kv_kind)
         with torch.inference_mode(), self._on_device():
             self.block.upload(graphs.padded(nothing, shapes[0]))  # the largest: no token and no request in any of them
-            graphs.make(shapes)
+            graphs.make([shape for shape in shapes if wanted(shape)][:MOST_GRAPHS])
         return time.perf_counter() - started
 
     @property

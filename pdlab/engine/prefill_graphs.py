@@ -6,7 +6,7 @@ launches themselves is padded, so that few graphs serve all steps:
 
     tokens     to 16, 32, 64, then to multiples of 128, which is what tiles of matrix products do anyhow
     requests   to 32, 256 or all: lanes that hold lengths
-    queries    of the longest chunk, to what attention tells apart: up to 16, up to 256 (with a short cache or any), more
+    queries    of the longest chunk, to what attention tells apart: 4, 16, up to 256 (with a short cache or any), more
 
 Tokens that only fill up belong to no request and write their K and V to a slot that nobody owns; requests that only fill up
 have no query and no cache. The work of attention follows the lengths that the device reads, so decodes and chunks of any
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ LARGEST = 4096  # tokens of a step in a graph
 MOST_GRAPHS = 192  # each holds some hundred kernels' arguments; what comes later runs launch by launch
 CAPTURE_AFTER = 2  # times that a shape is met before it is worth a capture, which takes as long as two or three launched steps
 SHORT = 256  # tokens: chunks and caches for which attention has kernels of their own
+ENDS = (4, 16)  # the same of chunks that run as decodes of several queries: what is left of a chunked prompt, most of all
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ class PrefillGraphs:
     def shape(self, tokens: int, requests: int, max_q: int, max_kv: int, kv_kind: str) -> MixedShape:
         t = next(n for n in self.sizes if n >= tokens)
         kv = self.longest
-        if max_q <= 16:
-            q = 1 << (max_q - 1).bit_length()
+        if max_q <= ENDS[-1]:
+            q = next(n for n in ENDS if n >= max_q)
         elif max_q <= SHORT:
             q, kv = SHORT, SHORT if max_kv <= SHORT else kv
         else:
@@ -123,8 +125,24 @@ class PrefillGraphs:
             for fewer in (0, *self.requests[:-1])  # requests of the next smaller size; each has a token at least
             if fewer < t
             for q in (min(SHORT, t), t)
-        }
+        } | self._ends(kv_kind)
         return sorted(found, key=lambda s: (s.tokens, s.requests, s.max_q), reverse=True)
+
+    def _ends(self, kv_kind: str) -> set[MixedShape]:
+        """Those of steps of decodes and one chunk of at most 16 tokens."""
+        found = set()
+        for fewer, t in pairwise((0, *self.sizes)):
+            for q in ENDS:
+                if fewer >= self.requests[-1] + q or t < 2:
+                    continue
+                least = max(1, fewer + 2 - q)  # requests of the smallest such step that is filled up to t tokens
+                most = min(t - 1, self.requests[-1])
+                found |= {
+                    self.shape(t, b, min(q, t), self.longest, kv_kind)
+                    for b in {least, most, *self.requests}
+                    if least <= b <= most
+                }
+        return found
 
     def padded(self, arrays: dict[str, np.ndarray], shape: MixedShape) -> dict[str, Any]:
         """The step's arrays, filled up with tokens of no request and requests without tokens."""

@@ -165,7 +165,7 @@ def test_a_shape_holds_what_it_is_made_for(tokens: int, max_q: int, max_kv: int)
 def test_the_shapes_captured_ahead_are_those_that_a_load_meets() -> None:
     graphs = graphs_of(2048, 512)
     ahead = graphs.shapes("paged")
-    assert len(ahead) < prefill_graphs.MOST_GRAPHS
+    assert len(ahead) == len(set(ahead)) < prefill_graphs.MOST_GRAPHS
     assert ahead[0] == MixedShape(2048, 512, 2048, 4096, "paged"), "the largest first, in whose memory the others find room"
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -173,6 +173,9 @@ def test_the_shapes_captured_ahead_are_those_that_a_load_meets() -> None:
         tokens = decodes + int(chunks.sum())
         if tokens <= 2048:
             assert graphs.shape(tokens, decodes + len(chunks), int(chunks.max()), 3000, "paged") in ahead
+    for decodes in (0, 1, 15, 16, 17, 31, 32, 60, 126, 200, 255, 256, 300, 500, 511):
+        for chunk in range(2, 17):  # what is left of a prompt
+            assert graphs.shape(decodes + chunk, decodes + 1, chunk, 3000, "paged") in ahead
 
 
 # --- on a GPU
