@@ -19,7 +19,8 @@ class PlanShape:
     """What the cost of a step depends on. Tokens throughout.
 
     `prefill` holds (new tokens, tokens already in the cache) for each prefill chunk; `decode_kv_tokens` is the sum over
-    decodes of the tokens each attends to, its own included.
+    decodes of the tokens each attends to, its own included, and `decode_longest` the most that one attends to, 0 where that is
+    not known.
     """
 
     prefill: tuple[tuple[int, int], ...] = ()
@@ -27,6 +28,7 @@ class PlanShape:
     decode_kv_tokens: int = 0
     pad_tokens: int = 0
     sampled: int = 0
+    decode_longest: int = 0
 
     @property
     def prefill_tokens(self) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pdlab.core.errors import MeasurementError
-from pdlab.core.paths import find_data, home_dir
+from pdlab.core.paths import data_dir, find_data, home_dir
 from pdlab.core.plan import PlanShape
 from pdlab.costs import formulas, roofline, tables
 from pdlab.costs.host_times import HostTimes
@@ -66,20 +66,23 @@ def save_for_device(
 
 
 def recall(estimator: LearnedEstimator, device: str, dtype: str) -> bool:
-    """Lets an engine's estimator go on from what was saved for this device, the user's own before the shipped one. False, and
-    nothing changed, where there is none, it is damaged, or its steps were launched in another way (`padded`)."""
-    path = find_data(estimator_file(device, estimator.model.name.removeprefix("random:"), dtype))
-    if path is None:
-        return False
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if bool(state.get("padded", False)) is not estimator.padded:
-            return False
-        estimator.restore(state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"the estimator begins with nothing: {path} cannot be used ({error})", RuntimeWarning, stacklevel=2)
-        return False
-    return True
+    """Lets an engine's estimator go on from what was saved for this device: the user's own, or where that cannot be used the
+    shipped one. What is damaged, or has other features, is named in a warning; steps that were launched in another way
+    (`padded`) are another matter. False, and nothing changed, where nothing can be used."""
+    name = estimator_file(device, estimator.model.name.removeprefix("random:"), dtype)
+    for path in (home_dir() / name, data_dir() / name):
+        if not path.exists():
+            continue
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            if bool(state.get("padded", False)) is estimator.padded:
+                estimator.restore(state)
+                return True
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(
+                f"the estimator does not begin with {path}: it cannot be used ({error})", RuntimeWarning, stacklevel=2
+            )
+    return False
 
 
 def data_sheet_cost(model: ModelConfig, device: str, dtype: str) -> Callable[[PlanShape], float]:
@@ -164,7 +167,7 @@ def cost_model(model: ModelConfig, device: str, dtype: str = "bfloat16") -> Cost
     fitted = _from_rows(model, device, dtype)
     if fitted is not None:
         return CostModel(
-            fitted.step_seconds, HostTimes(HOST_SECONDS), "recorded", f"{fitted.seen // 3} rows of prefill_vs_decode"
+            fitted.lasting_seconds, HostTimes(HOST_SECONDS), "recorded", f"{fitted.seen // 3} rows of prefill_vs_decode"
         )
     return CostModel(
         data_sheet_cost(model, device, dtype), HostTimes(HOST_SECONDS), "predicted", "data sheet and common shares of it"

@@ -41,6 +41,10 @@ class RooflineEstimator(Estimator):
 
         return step_time(self.model, shape, self.ceilings, self.itemsize).seconds
 
+    def lasting_seconds(self, shape: PlanShape) -> float:
+        """What such a step takes at any time: `step_seconds` may follow what the steps just before took."""
+        return self.step_seconds(shape)
+
     def prefill_seconds(self, tokens: int) -> float:
         """Seconds to prefill `tokens` alone from nothing, rounded up to a multiple of 64 tokens; remembered."""
         bucket = -(-tokens // _BUCKET)
@@ -50,7 +54,7 @@ class RooflineEstimator(Estimator):
             total, done, n = 0.0, 0, bucket * _BUCKET
             while done < n:
                 new = min(self.chunk, n - done)
-                total += self.step_seconds(PlanShape(prefill=((new, done),), sampled=int(done + new == n)))
+                total += self.lasting_seconds(PlanShape(prefill=((new, done),), sampled=int(done + new == n)))
                 done += new
             self._prices[bucket] = total
         return self._prices[bucket]
@@ -58,8 +62,8 @@ class RooflineEstimator(Estimator):
     def decode_seconds(self, tokens: float, context: float) -> float:
         """Seconds for `tokens` decode steps of one request alone that starts with `context` tokens cached."""
         if self._decode is None:
-            near = self.step_seconds(PlanShape(decode_count=1, decode_kv_tokens=1, sampled=1))
-            far = self.step_seconds(PlanShape(decode_count=1, decode_kv_tokens=4097, sampled=1))
+            near = self.lasting_seconds(PlanShape(decode_count=1, decode_kv_tokens=1, sampled=1))
+            far = self.lasting_seconds(PlanShape(decode_count=1, decode_kv_tokens=4097, sampled=1))
             self._decode = near, (far - near) / 4096
         base, slope = self._decode
         return tokens * (base + slope * (context + tokens / 2))
@@ -104,7 +108,8 @@ class RooflineEstimator(Estimator):
         """Takes what state() gave; ValueError, KeyError or TypeError, with nothing changed, where it does not fit."""
         if state["estimator"] != self.name:
             raise ValueError(f"it holds a {state['estimator']} estimator")
-        self.lengths.update(state["lengths"])
+        lengths = {str(kind): [int(n) for n in seen] for kind, seen in state["lengths"].items()}
+        self.lengths.update(lengths)
 
 
 def make_estimator(

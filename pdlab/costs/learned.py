@@ -15,6 +15,10 @@ number of rows, so a step's time jumps where a sum of features is smooth: each g
 Where steps run in CUDA graphs (`padded`), a group's bound is what its steps are filled up to: rows that fill up take as long
 as any others, so the bound is the number of rows. A step with prompts takes no less than launching it takes the host
 (host_times.py), and one that had to wait for its own launches says nothing of the device.
+
+What a shape does not say (how lengths lie on the line that decode attention cuts among programs: 4 to 5 % of a step) hardly
+changes from one step to the next. So the price of the step that comes next follows by how much the latest of its kind were off
+(RECENT); a lasting price, of a prompt that waits or of a simulated step, does not.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 KNOTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048)  # rows; the last segment is open
 GROUPS = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32))  # rows up to which kernels see the same batch; the last is open
 MIXED_GROUPS = (16, 32, 64, *range(128, 2049, 128))  # the same of steps with prompts
+RECENT = {False: 0.5, True: 0.1}  # how far the next price moves towards a step's own error: decodes alone, with prompts
+MOST_RECENT = 0.15  # the most of an error that counts there
 LAUNCH_SLACK = 1.5e-3  # a step that ends within so many seconds of its last launch is taken to have waited for it
 
 
@@ -60,6 +66,7 @@ class LearnedEstimator(RooflineEstimator):
         self._scale()
         untaught = self.untaught()
         self._decodes, self._mixed = untaught[False], untaught[True]
+        self._recent = {False: 0.0, True: 0.0}  # relative errors of the latest lasting prices
         self.host = HostTimes()
         self._last_end = 0.0
         self._priced_at = 0
@@ -123,7 +130,12 @@ class LearnedEstimator(RooflineEstimator):
         return max(seconds, 0.3 * self._weights_s)  # an extrapolation may not be faster than any memory there is
 
     def step_seconds(self, shape: PlanShape) -> float:
-        device = self.device_seconds(shape)
+        return self._no_less_than_launches(shape, self.device_seconds(shape) * (1 + self._recent[bool(shape.prefill)]))
+
+    def lasting_seconds(self, shape: PlanShape) -> float:
+        return self._no_less_than_launches(shape, self.device_seconds(shape))
+
+    def _no_less_than_launches(self, shape: PlanShape, device: float) -> float:
         return max(device, self.host.launch(shape)) if shape.prefill else device
 
     def remaining_if(self, request: Request, more: float) -> float:
@@ -152,7 +164,15 @@ class LearnedEstimator(RooflineEstimator):
             if self.kept is not None:
                 self.kept.append((shape, seconds))
             regression, group = self._device(shape)
-            regression.learn(self._features(shape), seconds, group)
+            surprise = regression.learn(self._features(shape), seconds, group)
+            if surprise is not None:
+                kind = bool(shape.prefill)
+                error = max(-MOST_RECENT, min(MOST_RECENT, surprise))
+                self._recent[kind] += RECENT[kind] * (error - self._recent[kind])
+
+    def spare_the_host(self) -> None:
+        """Learns from one step in four once it knows much: for a simulator, whose device has no news for its policies."""
+        self._decodes.thin = self._mixed.thin = True
 
     def refit(self, samples: Iterable[tuple[PlanShape, float]]) -> None:
         """Forgets what was learned of the device, and fits to these steps and seconds at once (costs.refit)."""
@@ -164,7 +184,7 @@ class LearnedEstimator(RooflineEstimator):
         for mixed, regression in fitted.items():
             if rows[mixed]:
                 fit(regression, np.array(rows[mixed]))
-        self._decodes, self._mixed = fitted[False], fitted[True]
+        self._decodes, self._mixed, self._recent = fitted[False], fitted[True], dict.fromkeys(fitted, 0.0)
         self.forget_prices()
 
     def _row(self, shape: PlanShape) -> np.ndarray:
@@ -176,7 +196,7 @@ class LearnedEstimator(RooflineEstimator):
         return row
 
     def error(self) -> dict[str, float]:
-        """Mean relative error, in percent, of the latest predictions before each step: decode, mixed; NaN with no data."""
+        """Mean relative error, in percent, of the latest lasting prices before each step: decode, mixed; NaN with no data."""
         return {
             name: 100 * regime.error if regime.seen else float("nan")
             for name, regime in (("decode", self._decodes), ("mixed", self._mixed))
@@ -204,8 +224,12 @@ class LearnedEstimator(RooflineEstimator):
         mixed.restore(state["regimes"]["mixed"])
         host.restore(state["host"])
         ceilings = Ceilings(**state["ceilings"])
+        rates = (ceilings.read_bytes_per_s, ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s)
+        if not all(np.isfinite(rate) and rate > 0 for rate in rates):
+            raise ValueError(f"its ceilings are {rates}")
+        super().restore(state)  # the last that may refuse
         self._decodes, self._mixed, self.ceilings, self.host = decodes, mixed, ceilings, host
         self.padded = bool(state.get("padded", False))  # older ones were learned of steps with prompts that were not
+        self._recent = {False: 0.0, True: 0.0}
         self._scale()
         self.forget_prices()
-        super().restore(state)

@@ -12,7 +12,7 @@ and `seed`, from which its arrivals are made again. Columns:
     device_us  its time on the device
     launch_us  handing it to the device                  host_us   planning and committing it
     prefill    its chunks, as `new+cached` joined by spaces
-    decodes, kv_tokens, pad_tokens, sampled              as in core.plan.PlanShape
+    decodes, kv_tokens, pad_tokens, sampled, longest     as in core.plan.PlanShape; older files end before `longest`
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pdlab.costs.interface import Estimator
 
 COLUMNS = (
     "run", "gap_us", "wait_us", "device_us", "launch_us", "host_us", "prefill", "decodes", "kv_tokens", "pad_tokens", "sampled",
+    "longest",
 )  # fmt: skip
 
 
@@ -91,7 +92,8 @@ def write(path: Path, about: dict[str, Any], runs: dict[int, list[tuple[TraceRow
             )  # fmt: skip
             chunks = " ".join(f"{new}+{cached}" for new, cached in s.prefill)
             us = [round(1e6 * x) for x in seconds]
-            table.writerow([number, *us, chunks, s.decode_count, s.decode_kv_tokens, s.pad_tokens, s.sampled])
+            decodes = s.decode_count, s.decode_kv_tokens, s.pad_tokens, s.sampled, s.decode_longest
+            table.writerow([number, *us, chunks, *decodes])
             before = row.t_end
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text.getvalue().encode("utf-8"), mtime=0))
@@ -103,11 +105,14 @@ def read(path: Path) -> RecordedSteps:
     try:
         lines = gzip.decompress(path.read_bytes()).decode("utf-8").splitlines()
         recorded = RecordedSteps(json.loads(lines[0].removeprefix("# ")))
-        if tuple(lines[1].split(",")) != COLUMNS:
+        columns = tuple(lines[1].split(","))
+        if columns not in (COLUMNS, COLUMNS[:-1]):
             raise ValueError(f"its columns are {lines[1]}")
         now: dict[int, float] = {}
         for fields in csv.reader(lines[2:]):
             number += 1
+            if len(fields) != len(columns):
+                raise ValueError(f"it has {len(fields)} fields")
             run, gap, wait, device, launch, host = map(int, fields[:6])
             chunks = tuple((int(new), int(cached)) for new, cached in (c.split("+") for c in fields[6].split()))
             shape = PlanShape(chunks, *map(int, fields[7:]))

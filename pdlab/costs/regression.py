@@ -32,41 +32,42 @@ class Regression:
         self.covariance = np.diag(np.square([*spread, *[offset_spread] * groups]))
         self.seen = 0
         self.error = 0.0  # mean relative error of predictions made before each observation, over about MEMORY of them
+        self.thin = False  # three in four only count towards the error once THIN_AFTER were seen: a third of the time
         self._strange = 0  # observations in a row that were refused
 
     def predict(self, x: list[float], group: int = -1) -> float:
         seconds = sum(map(mul, self.weights, x))
         return seconds + self.offsets[group] * x[0] if group >= 0 else seconds
 
-    def learn(self, x: list[float], seconds: float, group: int = -1) -> None:
+    def learn(self, x: list[float], seconds: float, group: int = -1) -> float | None:
+        """By how much of the prediction the observation was longer, None if it was refused."""
         predicted = max(self.predict(x, group), x[0] * 1e-3)
         if seconds > STRANGE * predicted and self._strange < INSIST:
             self._strange += 1
-            return
+            return None
         self._strange = 0 if seconds <= STRANGE * predicted else self._strange
         self.seen += 1
         self.error += (abs(predicted / seconds - 1) - self.error) / min(self.seen, MEMORY)
-        if self.seen > THIN_AFTER and self.seen % 4:
-            return  # well known by now: three in four only count towards the error, which spares the host
-        # relative to the prediction, not to the time seen: else steps that noise made short would count more than long ones
         surprise = seconds / predicted - 1
+        if self.thin and self.seen > THIN_AFTER and self.seen % 4:
+            return surprise
+        # relative to the prediction, not to the time seen: else steps that noise made short would count more than long ones
         n = len(x)
         u = np.zeros(len(self.covariance))
         u[:n] = x
         if group >= 0:
             u[n + group] = x[0]
         u /= predicted
-        gain = self.covariance @ u
-        gain /= NOISE**2 + float(u @ gain)
-        self.covariance -= np.outer(gain, u @ self.covariance)
-        self.covariance.flat[:: len(u) + 1] += DRIFT
+        spread = self.covariance @ u
+        gain = spread / (NOISE**2 + float(u @ spread))
+        self.covariance -= np.multiply.outer(gain, spread)
+        np.einsum("ii->i", self.covariance)[:] += DRIFT  # the diagonal, as a view
         clip = max(CLIP, 3 * self.error)
-        if self.seen > WARM and abs(surprise) > clip:
-            surprise *= clip / abs(surprise)
-        gain *= surprise
+        gain *= max(-clip, min(clip, surprise)) if self.seen > WARM else surprise
         self.weights = (np.array(self.weights) + gain[:n]).tolist()
         if self.offsets:
             self.offsets = (np.array(self.offsets) + gain[n:]).tolist()
+        return surprise
 
     def state(self) -> dict[str, Any]:
         """What restore() takes. Of the covariance the variances only: how weights depend on each other is learned again."""

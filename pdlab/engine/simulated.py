@@ -12,6 +12,7 @@ says. Scheduler and allocators cannot tell this executor from one that runs a mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,6 +44,12 @@ def synthetic_tokens(seed: np.ndarray, position: np.ndarray, vocab: int, avoid: 
     for t in skip:
         tokens += tokens >= t
     return tokens
+
+
+def _grown(s: PlanShape, steps: int) -> PlanShape:
+    """A decode step's shape so many steps later: every decode attends to as many tokens more."""
+    kv, longest = s.decode_kv_tokens + steps * s.decode_count, s.decode_longest and s.decode_longest + steps
+    return replace(s, decode_kv_tokens=kv, decode_longest=longest)
 
 
 class _Handle:
@@ -145,19 +152,15 @@ class SimulatedExecutor:
 
     def run_times(self, shape: PlanShape, result: StepResult, k: int) -> tuple[list[float], list[float]]:
         """(starts, ends) of the k device steps of a run that `result` came from."""
-        s = shape
-        last = PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + (k - 1) * s.decode_count, s.pad_tokens, s.sampled)
-        device = np.linspace(self.step_seconds(s), self.step_seconds(last), k)
-        each = device + self.between(s) if self.steps_in_flight == 1 else np.maximum(device, self._busy(s))
+        device = np.linspace(self.step_seconds(shape), self.step_seconds(_grown(shape, k - 1)), k)
+        each = device + self.between(shape) if self.steps_in_flight == 1 else np.maximum(device, self._busy(shape))
         ends = result.t_end - (each.sum() - np.cumsum(each))
         return (ends - device).tolist(), ends.tolist()
 
     def _one(self, shape: PlanShape, grown: int) -> float:
         """Seconds between the starts of two steps of a run, `grown` steps into it."""
-        s = shape
-        later = PlanShape(s.prefill, s.decode_count, s.decode_kv_tokens + grown * s.decode_count, s.pad_tokens, s.sampled)
-        device = self.step_seconds(later)
-        return device + self.between(s) if self.steps_in_flight == 1 else max(device, self._busy(s))
+        device = self.step_seconds(_grown(shape, grown))
+        return device + self.between(shape) if self.steps_in_flight == 1 else max(device, self._busy(shape))
 
     def _duration(self, plan: Plan) -> float:
         copies = sum(op.tokens for op in plan.kv_ops if isinstance(op, KVCopy)) * self.copy_s_per_token

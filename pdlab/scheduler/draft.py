@@ -146,6 +146,7 @@ class Draft:
             decode_kv_tokens=int(decode_lens.sum()),
             pad_tokens=self.pad_tokens,
             sampled=len(requests) + sum(hi == r.num_tokens for r, _, hi in chunks),
+            decode_longest=int(decode_lens.max(initial=0)),
         )
         starts, lens, token_ids, positions = self._tokens(chunks, decode_lens)
         sample_rows, sampled = self._sampling_rows(chunks)

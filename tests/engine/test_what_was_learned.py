@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 
 from pdlab.core.config import SamplingParams
+from pdlab.costs import calibration
+from pdlab.costs.formulas import decode_shape
 from pdlab.costs.learned import LearnedEstimator
+from pdlab.costs.roofline import sheet_ceilings
 from pdlab.llm import LLM, WORTH_KEEPING
+from pdlab.models.catalogue import config_of
 from pdlab.models.loading import load
 
 
@@ -63,6 +68,46 @@ def test_steps_that_were_launched_in_another_way_teach_nothing(home: Path) -> No
     path = files(home)[0]
     path.write_text(path.read_text().replace('"padded":false', '"padded":true'))
     assert engine_of(0) == (0, 0)
+
+
+def test_what_cannot_be_used_is_passed_over_for_what_is_shipped(home: Path, tmp_path_factory: Any, monkeypatch: Any) -> None:
+    engine_of(2 * WORTH_KEEPING)
+    own = files(home)[0]
+    shipped = tmp_path_factory.mktemp("data")
+    monkeypatch.setattr(calibration, "data_dir", lambda: shipped)
+    good = own.read_text()
+    (shipped / own.relative_to(home)).parent.mkdir(parents=True)
+    (shipped / own.relative_to(home)).write_text(good)
+    known = json.loads(good)["regimes"]["decode"]["seen"] + json.loads(good)["regimes"]["mixed"]["seen"]
+    own.write_text(good.replace('"padded":false', '"padded":true'))
+    assert engine_of(0) == (known, known)
+    state = json.loads(good)
+    state["regimes"]["mixed"]["weights"].append(1.0)  # of another version, with other features
+    own.write_text(json.dumps(state))
+    with pytest.warns(RuntimeWarning, match=own.name):
+        assert engine_of(0) == (known, known)
+
+
+DAMAGE: list[tuple[str, Any]] = [
+    ("lengths", {"chat": [3, "many"]}), ("lengths", [3]), ("ceilings", {"read_bytes_per_s": 0.0}), ("host", {}),
+    ("itemsize", 3), ("regimes", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), DAMAGE, ids=str)
+def test_an_estimator_is_restored_whole_or_not_at_all(name: str, value: Any) -> None:
+    config, ceilings = config_of("llama-tiny"), sheet_ceilings("cpu-x86-64")
+    taught, other = LearnedEstimator(config, ceilings, 4, 128), LearnedEstimator(config, ceilings, 4, 128)
+    for n in range(1, 90):
+        taught.learn(decode_shape(n % 7 + 1, 20 * n), 1e-3 * n)
+        other.learn(decode_shape(n % 5 + 1, 10 * n), 3e-3 * n)
+    state = taught.state()
+    state[name] = {**state[name], **value} if name == "ceilings" else value
+    before, price = json.dumps(other.state()), other.step_seconds(decode_shape(3, 100))
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        other.restore(state)
+    assert json.dumps(other.state()) == before
+    assert other.step_seconds(decode_shape(3, 100)) == price
 
 
 def test_where_nothing_can_be_written_closing_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

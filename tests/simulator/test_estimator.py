@@ -135,11 +135,29 @@ def test_what_was_learned_survives_saving(tmp_path, monkeypatch):
     again = LearnedEstimator(MODEL, sheet_ceilings("nvidia-l4"), 2)
     again.load(path)
     for s in (decode_shape(7, 99), prefill_shape(300)):
-        assert again.step_seconds(s) == learned.step_seconds(s)
+        assert again.step_seconds(s) == again.lasting_seconds(s) == learned.lasting_seconds(s)
     assert again.lengths.to_dict() == {"chat": [77]}
     cost = cost_model(MODEL, "nvidia-h200")
     assert cost.source == "recorded"
-    assert cost.step_seconds(decode_shape(7, 99)) == learned.step_seconds(decode_shape(7, 99))
+    assert cost.step_seconds(decode_shape(7, 99)) == learned.lasting_seconds(decode_shape(7, 99))
+
+
+@pytest.mark.parametrize("shape", [decode_shape(40, 1300), PlanShape(((900, 0),), 30, 36000, 0, 31)], ids=["decodes", "mixed"])
+def test_the_next_price_follows_the_latest_steps_and_the_lasting_one_hardly_does(shape):
+    learned = taught(3000)
+    lasting = learned.lasting_seconds(shape)
+    assert learned.step_seconds(shape) == pytest.approx(lasting, rel=0.05)
+    for _ in range(12):
+        learned.learn(shape, 1.06 * lasting)
+    follows, after = learned.step_seconds(shape), learned.lasting_seconds(shape)
+    assert follows > after
+    assert follows == pytest.approx(1.06 * lasting, rel=0.035)
+    for _ in range(3):
+        learned.learn(shape, 100 * lasting)  # it compiled something
+    assert learned.step_seconds(shape) == follows
+    for _ in range(20):
+        learned.learn(shape, lasting)
+    assert learned.step_seconds(shape) == pytest.approx(lasting, rel=0.03)
 
 
 @pytest.mark.parametrize("damage", ["cut", "other_model", "other_kind", "nan", "short", "missing"])

@@ -31,7 +31,7 @@ def row(t_submit, t_start, t_end, s, host_s=0.0):
 
 
 def some_runs():
-    decodes, mixed = decode_shape(3, 40), PlanShape(((20, 0), (7, 64)), 3, 123, 1, 5)
+    decodes, mixed = decode_shape(3, 40), PlanShape(((20, 0), (7, 64)), 3, 123, 1, 5, 90)
     first = [(row(10.0, 10.001, 10.004, decodes, 2e-4), decodes, 3e-4), (row(10.005, 10.006, 10.02, mixed), mixed, 0.012)]
     return {4: first, 7: [(row(11.0, 11.0, 11.5, mixed), mixed, 0.0)]}
 
@@ -51,6 +51,16 @@ def test_steps_come_back_to_the_microsecond_and_the_same_steps_are_the_same_byte
             assert step.launch_s == pytest.approx(launch_s, abs=1e-6)
             for name in ("t_submit", "t_start", "t_end"):
                 assert getattr(step.row, name) == pytest.approx(getattr(was, name) - start, abs=5e-6)
+
+
+def test_files_from_before_longest_decodes_were_recorded_are_read(tmp_path):
+    about, path = {"runs": [{"run": 4, "use": "training"}, {"run": 7, "use": "held-out"}]}, tmp_path / "a.csv.gz"
+    recorded_steps.write(path, about, some_runs())
+    first, *table = gzip.decompress(path.read_bytes()).decode().splitlines()
+    path.write_bytes(gzip.compress("\n".join([first, *(line.rsplit(",", 1)[0] for line in table)]).encode()))
+    shapes = [step.shape for step in recorded_steps.read(path).runs[4]]
+    assert [s.decode_longest for s in shapes] == [0, 0]
+    assert [s.decode_kv_tokens for s in shapes] == [120, 123]
 
 
 @pytest.mark.parametrize("damage", ["1,2,3", "7,0,0,x,0,0,,1,1,0,1", "9,0,0,5,0,0,,1,1,0,1"])
