@@ -63,14 +63,13 @@ def prices(ctx: Context) -> None:
         if recorded is None:
             ctx.record.skip("mape", "percent", f"no steps of {model} on {device} are recorded", variant="ours", params={})
             continue
+        known = trained(recorded, device)
         with recorder_for(ctx, device) as record:
             for run in recorded.of("held-out"):
                 if run["policy"] != "fcfs":
                     continue
-                known, goes_on = trained(recorded, device), trained(recorded, device)
-                size = itemsize_of(dtype)
-                bare = RooflineEstimator(config_of(model), ceilings_of(device, recorded.about), size)
-                judge = Judge(known, {"ours_learning": goes_on, "roofline": bare}, learning=("ours_learning",))
+                bare = RooflineEstimator(config_of(model), ceilings_of(device, recorded.about), itemsize_of(dtype))
+                judge = Judge.of(known, bare)
                 recorded.teach(judge, [run["run"]])
                 params = {"load": run["load"], "workload": run["workload"], "model": model}
                 record_prices(ctx, judge, record=record, kind=KIND, settings=settings_of(recorded), **params)

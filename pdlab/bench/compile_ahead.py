@@ -98,6 +98,16 @@ def serve(ctx: Context, part: int | None) -> None:
             session.real(session.config, serving.warm_up(session.config, session.slots)[part])
 
 
+def ends_of_prompts(ctx: Context, queries: int) -> None:
+    """The graphs of decodes beside a chunk of at most `queries` tokens: attention of one kernel for each size of a batch."""
+    from pdlab.bench import serving
+
+    scale = serving.scale_of(ctx)
+    scale = replace(scale, config=scale.config.with_(kv_capacity_tokens=200_000))
+    with serving.Session(ctx, scale, loaded=two_layers(scale.model, ctx.machine), capture=False) as session:
+        session.capture(lambda shape: shape.max_q == queries)
+
+
 def form_batches(ctx: Context, name: str) -> None:
     """What `batching` needs of one way of forming batches."""
     from pdlab.bench import batching, serving
@@ -116,8 +126,10 @@ def form_batches(ctx: Context, name: str) -> None:
 
 def serving_jobs() -> dict[str, Callable[[Context], None]]:
     from pdlab.bench import batching
+    from pdlab.engine.prefill_graphs import ENDS
 
     found: dict[str, Callable[[Context], None]] = {f"serve {part}": partial(serve, part=part) for part in (0, 1, None, 2, 3, 4)}
+    found |= {f"ends {queries}": partial(ends_of_prompts, queries=queries) for queries in ENDS}
     return found | {f"batching {name}": partial(form_batches, name=name) for name in batching.VARIANTS}
 
 

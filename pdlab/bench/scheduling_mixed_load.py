@@ -9,8 +9,8 @@ each, on the simulator that the same run calibrates, or that an earlier one did.
 come, first served admits from a queue that never empties. Everybody has the same batching: prompts in chunks beside decodes.
 
 Every measured run is held-out data for two other tables, and is written there too: its steps are priced before they run
-(`estimator_error`), and the same requests are simulated (`simulator_error`). What scheduling costs the host goes to
-`scheduling_host`.
+(`estimator_error`), and the same requests are simulated (`simulator_error`), when all runs are over. What scheduling costs the
+host goes to `scheduling_host`, and every step, training's too, to the file that costs.recorded_steps describes.
 
 `article` stands for the article's scheduler with its ties broken (its own crashes at the first tie, see `article_crash`,
 the milliseconds until then); what it never runs counts as unfinished. Every wait of the policies that bound it is held
@@ -23,7 +23,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from pdlab.bench import scheduling_host, serving
-from pdlab.bench.estimator_error import judge_of, save
+from pdlab.bench.estimator_error import judge_of, save, save_steps
 from pdlab.bench.memory_runs import recorder_for
 from pdlab.bench.serving_outcomes import quantities_of, record_differences, record_outcomes, record_prices
 from pdlab.core.config import EngineConfig
@@ -52,9 +52,15 @@ VARIANTS = {
 SIMULATES = True
 SIMULATED = ("nvidia-h200", "nvidia-a100-sxm4-80gb")  # devices, for who only simulates; one never recorded is predicted
 MEASURED = ("fcfs", "deadline", "sjf_aging")
-# of the time for real runs, by workload and load: tails need more requests where load is high
-MEASURED_SHARES = {("chat_with_long", 0.9): 0.52, ("short_chat_with_long", 0.9): 0.25, ("chat_with_long", 0.6): 0.23}
-DRAIN_S = 8.0  # about what the last answers take after the last arrival
+# of the time for real runs, by workload and load, and who runs: tails need more requests where load is high, and first come's
+# queue takes half a minute to grow. What comes last is left out first where the time runs out
+MEASURED_SHARES = {
+    ("chat_with_long", 0.9): (0.66, MEASURED),
+    ("short_chat_with_long", 0.9): (0.28, MEASURED),
+    ("chat_with_long", 0.6): (0.06, MEASURED[:1]),
+}
+DRAIN_S = 6.0  # about what the last answers take after the last arrival
+AFTERWARDS_S = 24.0  # about what capacities, the simulations of the measured runs and scheduling_host take beside them
 LOADS = (0.9, 0.6, 0.3, 0.75, 1.0, 1.1)  # the headline first, should the budget run out
 SEEDS = (201, 202, 203, 204, 205)  # none that a policy was tuned on
 FEW_SEEDS = SEEDS[:2]  # away from the headline
@@ -92,26 +98,33 @@ def crash_after(imitation: serving.Imitation, config: EngineConfig, n: int, rate
 
 def measure(ctx: Context, session: serving.Session, seconds: float) -> None:
     """The same arrivals under each policy on the real engine, each run judged by what was learned before it."""
-    imitation = serving.Imitation.of(session)
-    for (name, load), share in MEASURED_SHARES.items():
-        each = seconds * share / len(MEASURED)
-        capacity = imitation.capacity(serving.CAPACITY_REQUESTS if ctx.full else 60, 900, name)
-        n = max(40, round(max(0.5 * each, each - DRAIN_S) * load * capacity))
-        workload = serving.mixed_load(session.scale, n, load * capacity, SEEDS[0], name)
-        for variant in MEASURED:
+    done: list[tuple[EngineConfig, Workload, Outcome, dict[str, Any]]] = []
+    capacities = session.capacities(*dict.fromkeys(name for name, _ in MEASURED_SHARES))
+    seconds = min(seconds, ctx.left())
+    for (name, load), (share, variants) in MEASURED_SHARES.items():
+        each, rate = seconds * share / len(variants), load * capacities[name]
+        n = serving.requests_for(max(0.5 * each, each - DRAIN_S), rate)
+        workload = serving.mixed_load(session.scale, n, rate, SEEDS[0], name)
+        for variant in variants:
             params: dict[str, Any] = {"load": load, "workload": workload.name, "model": session.scale.model}
             if ctx.left() <= 0:
                 ctx.record.skip("ttft", "ms", "the time budget ran out", variant=variant, params={**params, "quantile": 99})
                 continue
             config, judge = session.config.with_(policy=VARIANTS[variant]), judge_of(session)
-            outcome = session.real(config, workload, judge)
+            about = {"use": "held-out", "load": load, "rate": rate, "requests": n, "seed": SEEDS[0]}
+            outcome = session.real(config, workload, judge, keep=about)
             record_outcomes(
                 ctx.record, [outcome], session.estimator, config, variant=variant, kind="measured", settings={"requests": n},
                 **params,
             )  # fmt: skip
             if variant == "fcfs":
                 record_prices(ctx, judge, **params)
-            record_differences(ctx, quantities_of(outcome), imitation.run(config, workload), variant=variant, **params)
+            done.append((config, workload, outcome, {"variant": variant, **params}))
+    imitation = serving.Imitation.of(session)
+    with serving.workers(ctx.full) as submit:
+        futures = [submit(imitation.run, config, workload) for config, workload, _, _ in done]
+        for (_, _, outcome, params), future in zip(done, futures, strict=True):
+            record_differences(ctx, quantities_of(outcome), future.result(), **params)
 
 
 def sweep(ctx: Context, record: Recorder, imitation: serving.Imitation, n: int) -> None:
@@ -169,9 +182,12 @@ def run(ctx: Context) -> None:
     n = 2500 if ctx.full else 120
     if ctx.measures:
         with serving.Session(ctx) as session:
-            session.learn(0.1 * ctx.left())
+            session.learn((0.1 if ctx.simulates else 0.17) * ctx.left())
             save(ctx, session)
-            measure(ctx, session, (0.3 if ctx.simulates else 0.9) * ctx.left())
+            try:
+                measure(ctx, session, 0.3 * ctx.left() if ctx.simulates else ctx.left() - AFTERWARDS_S)
+            finally:
+                save_steps(ctx, session)
             scheduling_host.record(ctx)
             imitation = serving.Imitation.of(session)
         if ctx.simulates:

@@ -12,28 +12,31 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+from pdlab.bench import _training
+from pdlab.bench._training import ladder, prompt_ladder, warm_up
 from pdlab.bench.memory_runs import Part, real_engine
 from pdlab.core.config import EngineConfig
 from pdlab.core.paths import find_data
 from pdlab.core.plan import PlanShape
+from pdlab.core.trace import TraceRow
 from pdlab.costs.calibration import data_sheet_cost, estimator_file
 from pdlab.costs.formulas import itemsize_of, kv_bytes, weights_bytes
 from pdlab.costs.interface import Estimator
-from pdlab.costs.learned import GROUPS, MIXED_GROUPS, LearnedEstimator
+from pdlab.costs.learned import LearnedEstimator
 from pdlab.costs.roofline import Ceilings, ceilings_for
 from pdlab.engine.coalescing import CoalescingEngine
-from pdlab.engine.engine import Engine
+from pdlab.engine.engine import Engine, Flight
+from pdlab.engine.interface import StepResult
 from pdlab.engine.simulated import SimulatedExecutor, make_simulated, simulated_dtype
 from pdlab.models.catalogue import config_of
 from pdlab.workloads import generators
 from pdlab.workloads.replay import Outcome, replay
-from pdlab.workloads.workload import Item, Workload
+from pdlab.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
@@ -42,9 +45,7 @@ if TYPE_CHECKING:
 LONG_SHARE = 0.005
 CHATS = {"chat_with_long": generators.CONVERSATION, "short_chat_with_long": generators.SHORT_CHAT}
 CAPACITY_REQUESTS = 2000  # of the saturated run that says what capacity is
-TRAINING = (0.35, 1.0, 0.6, 0.85)  # shares of capacity that the estimator learns from, each with a seed of its own
 OBJECTIVE_STEPS = 8  # full steps of prompts in which a first token is due; chosen on seeds 301 to 303, see docs/scheduling.md
-LADDER_STEPS = 8  # decode steps of each batch size that the estimator sees first
 
 
 @dataclass(frozen=True)
@@ -90,60 +91,6 @@ def mixed_load(scale: Scale, n: int, rate: float, seed: int, name: str = "chat_w
     return Workload(name, (sized(i, item) for i, item in enumerate(w)), seed)
 
 
-def warm_up(config: EngineConfig, longest: int) -> tuple[Workload, ...]:
-    """Requests that meet every kind of step there is, so that no kernel is compiled and no library initialised later.
-
-    Kernels differ by how long the longest chunk is, how many rows a step has and how many of them sample: prompts of all
-    sizes alone and among others, short ones (the ends of chunked prompts are such) beside a few decodes and beside many, and
-    a crowd.
-    """
-    budget, rows = config.max_batch_tokens, config.max_batch_requests
-    short = (1, 2, 3, 5, 9, 16, 17, 33)
-    sizes = {*short, 24, 48, 64, 65, 100, 129, 200, 257, 300, 400, 513, 700, 900, 1100, 1500, budget - 1}
-    prompts = [budget, *sorted(n for n in sizes if n < budget), budget + 5, 2 * budget + 100]
-    prompts = [min(n, longest - 32) for n in prompts]
-
-    def closed(name: str, items: Iterable[tuple[int, int]], clients: int) -> Workload:
-        return Workload(name, (Item(0.0, prompt_tokens=n, max_tokens=out) for n, out in items), 0, clients)
-
-    def tails(decodes: int) -> Workload:
-        return closed(f"beside {decodes}", [*[(24, 6 * len(short))] * decodes, *[(n, 1) for n in short]], decodes + 1)
-
-    few, many = min(2, rows - 1), min(70, rows - 1)
-    crowd = [(24, 8), (40, 8)] * (rows // 2 + rows // 8)
-    alone, among = [(n, 2) for n in prompts], [(n, 16) for n in prompts]
-    return closed("alone", alone, 1), closed("among", among, 4), tails(few), tails(many), closed("crowd", crowd, rows)
-
-
-def ladder(config: EngineConfig) -> Workload:
-    """A crowd that leaves batch size by batch size, so that a few decode steps of each are seen."""
-    sizes = [n for n in (*GROUPS, config.max_batch_requests) if n <= config.max_batch_requests]
-    items = [
-        Item(0.0, prompt_tokens=48, max_tokens=LADDER_STEPS * (len(sizes) - i) + 1)
-        for i, (below, size) in enumerate(pairwise((0, *sizes)))
-        for _ in range(size - below)
-    ]
-    return Workload("ladder", items, 0)
-
-
-def prompt_ladder(config: EngineConfig) -> Workload:
-    """Beside a few decodes prompts of every size that steps with prompts are padded to, and of a little less, twice."""
-    decodes = min(24, config.max_batch_requests // 2)
-    sizes = [n - decodes for n in MIXED_GROUPS if decodes + 16 < n <= config.max_batch_tokens]
-    prompts = [k for n in sizes for k in (n, n - min(32, n // 4))] * 2
-    items = [Item(0.0, prompt_tokens=24, max_tokens=len(prompts) + 8)] * decodes
-    items += [Item(0.0, prompt_tokens=n, max_tokens=1) for n in prompts]
-    return Workload("prompt ladder", items, 0, decodes + 1)
-
-
-def deep_prompt(scale: Scale, longest: int) -> Workload:
-    """Beside a few decodes one prompt as long as the load's longest, without which the price of a deep context is a guess."""
-    tokens = min(scale.long_tokens, longest - 32)
-    steps = -(-tokens // scale.config.max_batch_tokens)
-    decodes = [Item(0.0, prompt_tokens=24, max_tokens=steps + 8)] * min(8, scale.config.max_batch_requests - 1)
-    return Workload("deep prompt", [*decodes, Item(0.0, prompt_tokens=tokens, max_tokens=1)], 0)
-
-
 def with_objectives(config: EngineConfig, step_seconds: Callable[[PlanShape], float]) -> EngineConfig:
     """Objectives in the device's own measure: a first token within OBJECTIVE_STEPS full steps of prompts, later ones in two."""
     step = step_seconds(PlanShape(((config.max_batch_tokens, 0),), sampled=1))
@@ -159,8 +106,21 @@ def saturated_rate(outcome: Outcome) -> float:
     return (len(admitted) - 1 - first) / seconds if seconds > 0 else math.inf
 
 
+class StepKeeper(Engine):
+    """An engine that keeps what its estimator is told of every step."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.steps: list[tuple[TraceRow, PlanShape, float]] = []
+
+    def record(self, flight: Flight, result: StepResult, commit_s: float) -> None:
+        super().record(flight, result, commit_s)
+        self.steps.append((self.trace[-1], flight.plan.shape, flight.launch_s))
+
+
 class Session:
-    """A loaded model on one executor, and what its estimator has learned of it. `ctx.say` reports progress.
+    """A loaded model on one executor, and what its estimator has learned of it. `ctx.say` reports progress. `runs`: of training
+    and of what was measured, what costs.recorded_steps keeps of a run, and its steps.
 
     `batching`: the one that needs the largest buffers of those that will run here. `capture`: graphs of steps with prompts are
     captured now, some seconds, and not among the first requests. `loaded`: the scale's model, if it is there already.
@@ -178,14 +138,15 @@ class Session:
         self.ceilings = ceilings_for(ctx.machine.slug, ctx.dtype)
         self.itemsize = itemsize_of(ctx.dtype)
         self.config = self.scale.config
-        self.capacity = math.nan  # requests/s, first come first served
         self._stack = ExitStack()
         owner = self._stack.enter_context(real_engine(self.loaded, self.config.with_(batching=batching)))
         self._executor = cast(Any, owner.executor)
         self.slots, self.padded = owner.executor.capacity(), self._executor.prefill_graphs is not None
-        if capture and (seconds := self._executor.capture_prefill_graphs()):
-            ctx.say(f"  captured {len(self._executor.prefill_graphs)} graphs of steps with prompts in {seconds:.1f} s")
         self.estimator = self.fresh_estimator()
+        self.runs: list[tuple[dict[str, Any], list[tuple[TraceRow, PlanShape, float]]]] = []
+        self.lengths: dict[str, list[int]] = {}  # of outputs, as training showed them
+        if capture:
+            self.capture()
 
     def __enter__(self) -> Session:
         return self
@@ -199,13 +160,19 @@ class Session:
             self.model, self.ceilings, self.itemsize, self.scale.config.max_batch_tokens, padded=self.padded
         )
 
+    def capture(self, wanted: Callable[[Any], bool] = lambda shape: True) -> None:
+        """Captures graphs of steps with prompts beforehand, those whose shape (engine.prefill_graphs.MixedShape) is wanted."""
+        if seconds := self._executor.capture_prefill_graphs(wanted):
+            self.ctx.say(f"  captured {len(self._executor.prefill_graphs)} graphs of steps with prompts in {seconds:.1f} s")
+
     def real(
-        self, config: EngineConfig, workload: Workload, estimator: Estimator | None = None, seconds: float | None = None
-    ) -> Outcome:
+        self, config: EngineConfig, workload: Workload, estimator: Estimator | None = None, seconds: float | None = None,
+        keep: dict[str, Any] | None = None,
+    ) -> Outcome:  # fmt: skip
         """The workload on the real engine; `estimator` (default: the session's, which goes on learning) prices its steps.
-        After `seconds` what is left ends as aborted."""
+        After `seconds` what is left ends as aborted. `keep`: the run's steps are kept, with this said of them."""
         self._executor.reset()
-        engine = Engine(config, self.model, Part(self._executor, self.slots), estimator or self.estimator)
+        engine = StepKeeper(config, self.model, Part(self._executor, self.slots), estimator or self.estimator)
         gc.collect()
         gc.disable()  # a collection among the many rows that are kept here stops the engine for tens of milliseconds
         try:
@@ -214,6 +181,9 @@ class Session:
         finally:
             gc.enable()
             engine.close()
+        if keep is not None:
+            about = {"run": len(self.runs) + 1, "workload": workload.name, "policy": config.policy, **keep}
+            self.runs.append((about, engine.steps))
         self.ctx.say(
             f"  {config.policy}, {config.batching}: {outcome.ended} requests in {outcome.seconds:.1f} s, "
             f"P99 to first token {1e3 * outcome.ttft.quantile(0.99):.0f} ms"
@@ -230,34 +200,45 @@ class Session:
         """Tokens of the longest request that fits."""
         return min(self.slots, config.max_model_len or self.model.max_context)
 
-    def learn(self, seconds: float) -> float:
-        """Lets the estimator see a saturated queue and a few loads for about so many seconds, with seeds that no measurement
-        uses; sets objectives and capacity by what was learned. Returns the capacity.
-
-        Capacity is the simulator's: on the engine itself a saturated run that is mostly neither ramp nor drain takes minutes.
-        """
-        part = seconds / (len(TRAINING) + 1)
+    def learn(self, seconds: float) -> None:
+        """Lets the estimator see fixed shapes and then, for about so many seconds, loads, with seeds that no measurement uses;
+        fits it to all of that at once, and sets the objectives by what was learned."""
         self.warm()
         kept: list[tuple[PlanShape, float]] = []
         self.estimator.kept = kept
-        self.real(self.config, ladder(self.config))
-        self.real(self.config, prompt_ladder(self.config))
-        self.real(self.config, deep_prompt(self.scale, self._longest(self.config)))
-        rough = saturated_rate(self.real(self.config, mixed_load(self.scale, 1000, 1e6, self.ctx.seed + 100), seconds=part))
-        for i, load in enumerate(TRAINING):
-            rate = load * rough
-            workload = mixed_load(self.scale, max(8, round(rate * part)), rate, self.ctx.seed + 200 + i)
-            self.real(self.config, workload, seconds=part)
+        training: dict[str, Any] = {"use": "training"}
+        deep = _training.deep_prompt(self.config, min(self.scale.long_tokens, self._longest(self.config) - 32))
+        for workload in (ladder(self.config), prompt_ladder(self.config), _training.small_prompts(self.config), deep):
+            self.real(self.config, workload, keep=training)
+        self.real(self.config.with_(policy="deadline", ttft_objective_s=0.1), deep, keep=training)  # it cannot be in time
+        admitted: dict[str, float] = {}
+        for i, part in enumerate(_training.LOADS):
+            rate = 1e6 if part.load is None else part.load * admitted[part.chats]
+            n = 1000 if part.load is None else max(8, round(rate * part.share * seconds))
+            workload = mixed_load(self.scale, n, rate, self.ctx.seed + 100 + i, part.chats)
+            outcome = self.real(self.config, workload, seconds=part.share * seconds, keep=training)
+            if part.load is None:
+                admitted[part.chats] = saturated_rate(outcome)
         self.estimator.kept = None
         self.estimator.refit(kept)
-        self.config = with_objectives(self.config, self.estimator.step_seconds)
-        self.capacity = Imitation.of(self).capacity(CAPACITY_REQUESTS, self.ctx.seed + 900)
-        self.ctx.say(f"  capacity {self.capacity:.2f} requests/s, estimator error {self.estimator.error()}")
-        return self.capacity
+        self.lengths = self.estimator.lengths.to_dict()
+        self.config = with_objectives(self.config, self.estimator.lasting_seconds)
+        self.ctx.say(f"  learned from {len(kept)} steps, error before the fit {self.estimator.error()}")
 
-    def requests_for(self, seconds: float, load: float) -> int:
-        """How many requests arrive in so many seconds; at least one long one's worth of chats."""
-        return max(40, round(seconds * load * self.capacity))
+    def capacities(self, *names: str) -> dict[str, float]:
+        """Requests/s of each kind of chats, first come first served: the simulator's, for on the engine itself a saturated run
+        that is mostly neither ramp nor drain takes minutes."""
+        n, one = CAPACITY_REQUESTS if self.ctx.full else 60, Imitation.of(self)
+        with workers(self.ctx.full) as submit:
+            found = {name: submit(one.capacity, n, self.ctx.seed + 900, name) for name in names}
+            capacities = {name: future.result() for name, future in found.items()}
+        self.ctx.say(f"  capacity, requests/s: {capacities}")
+        return capacities
+
+
+def requests_for(seconds: float, rate: float) -> int:
+    """How many requests arrive in so many seconds; at least enough for a tail."""
+    return max(40, round(seconds * rate))
 
 
 @dataclass(frozen=True)
@@ -319,6 +300,7 @@ class Imitation:
         e = self.estimator()
         if self.ordering is not None:
             e.restore(self.ordering)
+        e.spare_the_host()
         return e
 
     def engine(self, config: EngineConfig) -> CoalescingEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -90,39 +91,57 @@ def record_outcomes(
 
 
 class Judge(Estimator):
-    """Prices steps by `learned`, which learns no more, and keeps the relative error of several estimators on every step. Those
-    of the others that are named in `learning` are told of each step once they have priced it."""
+    """Prices steps by an estimator that goes on learning, as every engine's does, and keeps them. Afterwards each of `judged`,
+    of which those named in `learning` are told of a step once they have priced it, is held against every step: what they say
+    depends on nothing but the steps before, so it is what they would have said then, and the engine does not wait for it."""
 
-    def __init__(self, learned: LearnedEstimator, others: dict[str, Estimator], learning: tuple[str, ...] = ()) -> None:
-        self.learned, self.estimators = learned, {"ours": learned, **others}
-        self.learning = [others[name] for name in learning]
-        self.errors: dict[str, list[tuple[bool, float]]] = {name: [] for name in self.estimators}
+    def __init__(self, asked: LearnedEstimator, judged: dict[str, Estimator], learning: tuple[str, ...] = ()) -> None:
+        self.asked, self.judged, self.learning = asked, judged, learning
+        self.steps: list[tuple[TraceRow, PlanShape, float]] = []
+
+    @classmethod
+    def of(cls, known: LearnedEstimator, roofline: Estimator) -> Judge:
+        """`ours`: what is known now, `ours_learning`: the same, going on with every step, and the roofline with no data."""
+        judged = {"ours": copy.deepcopy(known), "ours_learning": copy.deepcopy(known), "roofline": roofline}
+        return cls(copy.deepcopy(known), judged, ("ours_learning",))
 
     def step_seconds(self, shape: PlanShape) -> float:
-        return self.learned.step_seconds(shape)
+        return self.asked.step_seconds(shape)
 
     def prefill_seconds(self, tokens: int) -> float:
-        return self.learned.prefill_seconds(tokens)
+        return self.asked.prefill_seconds(tokens)
 
     def remaining(self, request: Any) -> float:
-        return self.learned.remaining(request)
+        return self.asked.remaining(request)
 
     def remaining_if(self, request: Any, more: float) -> float:
-        return self.learned.remaining_if(request, more)
+        return self.asked.remaining_if(request, more)
 
     def observe(self, row: TraceRow, shape: PlanShape | None = None, launch_s: float = 0.0) -> None:
-        seconds = row.t_end - row.t_start
-        if shape is not None and seconds > 0:
-            for name, e in self.estimators.items():
-                self.errors[name].append((bool(shape.prefill), abs(e.step_seconds(shape) / seconds - 1)))
-            for e in self.learning:
-                e.observe(row, shape, launch_s)
+        if shape is not None:
+            self.steps.append((row, shape, launch_s))
+        self.asked.observe(row, shape, launch_s)
+
+    def finished(self, request: Any) -> None:
+        self.asked.finished(request)
+
+    def errors(self) -> dict[str, list[tuple[bool, float]]]:
+        """By estimator, of every step: whether it held prompts, and the relative error of its price. To be asked once."""
+        found: dict[str, list[tuple[bool, float]]] = {name: [] for name in self.judged}
+        for row, shape, launch_s in self.steps:
+            seconds = row.t_end - row.t_start
+            for name, e in self.judged.items():
+                if seconds > 0:
+                    found[name].append((bool(shape.prefill), abs(e.step_seconds(shape) / seconds - 1)))
+                if name in self.learning:
+                    e.observe(row, shape, launch_s)
+        return found
 
     def save(self, path: Any) -> None:
-        self.learned.save(path)
+        self.asked.save(path)
 
     def load(self, path: Any) -> None:
-        self.learned.load(path)
+        self.asked.load(path)
 
 
 def record_prices(
@@ -130,7 +149,7 @@ def record_prices(
     settings: dict[str, Any] | None = None, **params: Any,
 ) -> None:  # fmt: skip
     """Rows of estimator_error: the mean absolute percentage error of each estimator, over all steps and by what they hold."""
-    for variant, errors in judge.errors.items():
+    for variant, errors in judge.errors().items():
         for metric, chosen in (
             ("mape", [e for _, e in errors]),
             ("mape_decode", [e for prefill, e in errors if not prefill]),

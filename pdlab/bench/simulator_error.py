@@ -39,12 +39,13 @@ MANY = (10_000, 1_000_000)
 def _compare(ctx: Context) -> None:
     with serving.Session(ctx) as session:
         session.learn(0.3 * ctx.left())
+        capacity = session.capacities("chat_with_long")["chat_with_long"]
         seconds = ctx.left() / (len(HELD_OUT) * len(POLICIES))
         imitation = serving.Imitation.of(session)
         for load in HELD_OUT:
             # what drains after the last arrival takes its time too
-            n = session.requests_for(0.7 * seconds, load)
-            workload = serving.mixed_load(session.scale, n, load * session.capacity, ctx.seed + 400)
+            n = serving.requests_for(0.7 * seconds, load * capacity)
+            workload = serving.mixed_load(session.scale, n, load * capacity, ctx.seed + 400)
             for policy in POLICIES:
                 config = session.config.with_(policy=policy)
                 real, simulated = session.real(config, workload), imitation.run(config, workload)

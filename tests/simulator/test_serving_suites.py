@@ -1,16 +1,19 @@
 """The serving suites: a simulator process needs nothing but its Imitation, and the bound check can fail."""
 
+import json
 import pickle
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
-from pdlab.bench import batching, scheduling_host, scheduling_mixed_load, serving, serving_outcomes
+from pdlab.bench import _training, batching, estimator_error, scheduling_host, scheduling_mixed_load, serving, serving_outcomes
 from pdlab.bench.records import Recorder
 from pdlab.bench.suites import Context
 from pdlab.core.config import EngineConfig
 from pdlab.core.plan import PlanShape
+from pdlab.core.trace import TraceRow
+from pdlab.costs import recorded_steps
 from pdlab.costs.estimator import RooflineEstimator
 from pdlab.costs.formulas import decode_shape, prefill_shape
 from pdlab.costs.learned import LearnedEstimator
@@ -76,7 +79,7 @@ def test_every_policy_is_simulated_into_rows_that_the_format_takes(tmp_path, mon
 def test_with_no_time_left_rows_say_so(tmp_path, monkeypatch):
     ctx = context(tmp_path, budget_s=0.0)
     with ctx.record as recorder:
-        session = SimpleNamespace(scale=imitation().scale)
+        session = SimpleNamespace(scale=imitation().scale, capacities=lambda *names: dict.fromkeys(names, 50.0))
         monkeypatch.setattr(serving.Imitation, "of", classmethod(lambda cls, session: imitation()))
         scheduling_mixed_load.measure(ctx, session, 1.0)
     assert {r.status for r in recorder.rows} == {"skipped:the time budget ran out"}
@@ -96,7 +99,7 @@ def test_the_warm_up_meets_every_batch_size_and_the_ladder_sees_each_for_a_while
         row.decode_count for row in serving.replay(engine, serving.ladder(config), keep=True).trace if not row.prefill_tokens
     ]
     for below, size in pairwise((0, 1, 2, 4, 8, 16, 24, 32, 40)):
-        assert sum(below < n <= size for n in counts) >= serving.LADDER_STEPS // 2
+        assert sum(below < n <= size for n in counts) >= _training.LADDER_STEPS // 2
     chunks = {n for w in serving.warm_up(config, 4000) for item in w for n in (item.prompt_tokens,)}
     assert {1, 2, 3, 5, 9, 16, 17, 33} <= chunks
     assert max(chunks) == 2 * 128 + 100
@@ -138,16 +141,57 @@ def test_fairness_is_one_when_all_are_slowed_alike_and_less_when_not():
     assert serving_outcomes.fairness(apart, e) < 0.5
 
 
-def test_the_judge_prices_by_what_was_learned_and_learns_nothing():
-    i = imitation()
-    learned = i.estimator()
-    judge = serving_outcomes.Judge(learned, {"roofline": RooflineEstimator(MODEL, CEILINGS, 4)})
-    before = learned.step_seconds(decode_shape(3, 60))
-    row = SimpleNamespace(t_start=0.0, t_end=2 * before)
-    judge.observe(row, decode_shape(3, 60))
-    assert judge.errors["ours"] == [(False, pytest.approx(0.5))]
-    assert len(judge.errors["roofline"]) == 1
-    assert learned.step_seconds(decode_shape(3, 60)) == before
+def test_the_judge_says_afterwards_what_each_estimator_would_have_said_then():
+    one = imitation()
+    known = one.estimator()
+    before = json.dumps(known.state())
+    judge = serving_outcomes.Judge.of(known, RooflineEstimator(MODEL, CEILINGS, 4))
+    engine = one.engine(one.scale.config)
+    engine.estimator = engine.scheduler.estimator = judge
+    workload = serving.mixed_load(one.scale, 40, 50.0, 1)
+    trace = serving.replay(engine, workload, keep=True).trace
+    errors = judge.errors()
+    assert errors.keys() == {"ours", "ours_learning", "roofline"}
+    assert json.dumps(known.state()) == before, "who has learned nothing more prices all of it"
+    steps = [(row, shape) for row, shape, _ in judge.steps]
+    assert len(steps) > 30
+    for (row, shape), ours, learning in zip(steps, errors["ours"], errors["ours_learning"], strict=True):
+        seconds = row.t_end - row.t_start
+        assert learning == (bool(shape.prefill), pytest.approx(abs(row.predicted_s / seconds - 1), abs=1e-9))
+        assert ours[1] == pytest.approx(abs(known.step_seconds(shape) / seconds - 1))
+    assert {row.step for row, _ in steps} <= {row.step for row in trace}
+
+
+def test_training_has_small_prompts_beside_many_decodes_and_a_deep_one_in_chunks_of_several_sizes():
+    one = imitation()
+    config = one.scale.config.with_(max_batch_requests=60, max_batch_tokens=512)
+
+    def steps(workload, **changes):
+        trace = serving.replay(one.engine(config.with_(**changes)), workload, keep=True).trace
+        return [row for row in trace if row.prefill_tokens and row.decode_count]
+
+    small = [row for row in steps(_training.small_prompts(config)) if row.decode_count == 30]
+    assert {row.prefill_tokens for row in small} >= {20, 64, 110, 200, 420}
+    deep, late = _training.deep_prompt(config, 3900), {"policy": "deadline", "ttft_objective_s": 1e-3}
+    in_time, limited = steps(deep), steps(deep, **late)
+    assert max(row.prefill_context for row in in_time) > 3000
+    assert len(limited) > len(in_time) + 2
+    assert {row.prefill_tokens for row in limited} - {row.prefill_tokens for row in in_time}
+    assert sum(load.share for load in _training.LOADS) == pytest.approx(1.0)
+
+
+def test_a_session_keeps_its_steps_beside_what_it_learned(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimator_error, "_root", lambda ctx: tmp_path)
+    ctx = context(tmp_path)
+    shape = PlanShape(((7, 20),), 2, 90, 0, 3, 50)
+    row = TraceRow(0, "real", 1.0, 1.1, 1.2, 7, 20, 2, 90, 0, 0, 0, 0, 0, 0.0, 0.0, 1e-3, 0.1)
+    runs = [({"run": 1, "use": "training", "workload": "ladder", "policy": "fcfs"}, [(row, shape, 2e-3)])]
+    config = serving.serving_config(ttft_objective_s=0.4, per_token_objective_s=0.1)
+    session = SimpleNamespace(model=MODEL, config=config, padded=True, lengths={"chat": [4]}, runs=runs)
+    estimator_error.save_steps(ctx, session)
+    read = recorded_steps.read(tmp_path / recorded_steps.steps_file("cpu-x86-64", "llama-tiny", "float32"))
+    assert [step.shape for step in read.runs[1]] == [shape]
+    assert (read.about["objectives"], read.about["lengths"]) == ({"ttft_s": 0.4, "per_token_s": 0.1}, {"chat": [4]})
 
 
 def test_spread_bursts_differ_only_by_their_spread():
