@@ -161,6 +161,21 @@ def writes_formulas_as_text(path: Path, nb: Any) -> list[str]:
 
 
 @rule
+def titles_figures_in_plain_text(path: Path, nb: Any) -> list[str]:
+    """A figure draws its title as it is: Markdown's backticks and asterisks would be seen."""
+    problems = []
+    for cell in code_cells(nb):
+        try:
+            calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+        except SyntaxError:
+            continue  # another rule says so
+        for claim in (k.value for call in calls for k in call.keywords if k.arg == "claim"):
+            texts = [n.value for n in ast.walk(claim) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            problems += [f"markup in a figure's title: {text!r}" for text in texts if re.search(r"`|\*\*", text)]
+    return problems
+
+
+@rule
 def links_lead_somewhere(path: Path, nb: Any) -> list[str]:
     text = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
     targets = {t for t in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) if not re.match(r"[a-z]+:", t)}

@@ -238,6 +238,7 @@ BREAKS: list[tuple[str, Callable[[Any], None]]] = [
     ("closes_with_lessons_exercises_and_ways_on", source(6, "02_next", "00_start")),
     ("closes_with_lessons_exercises_and_ways_on", source(5, "solutions/01_well.ipynb", "00_start.ipynb")),
     ("writes_formulas_as_text", source(3, "Words", "Words $x^2$")),
+    ("titles_figures_in_plain_text", more_code('figures.heat(claim=f"`{name}` wins")')),
     ("links_lead_somewhere", source(3, "Words", "[Words](09_missing.ipynb)")),
 ]
 

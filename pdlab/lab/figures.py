@@ -28,30 +28,43 @@ def colours(series: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def plain_ticks(axis: Any, values: Iterable[float], limit: int = 9) -> None:
     """Ticks at the measured values themselves, or at powers of two where there are too many; as whole numbers."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     at = sorted(set(values))
     if len(at) > limit:
         low, high = math.ceil(math.log2(at[0])), math.floor(math.log2(at[-1]))
         at = [2.0**k for k in range(low, high + 1, 1 + (high - low) // limit)]
-    axis.set_major_locator(FixedLocator(at))
+    at_ticks(axis, at)
+
+
+def at_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Ticks at these values and nowhere else, written out."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(list(values)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(short))
 
 
-def _round_values(low: float, high: float) -> list[float]:
+def round_values(low: float, high: float) -> list[float]:
     """Round numbers from `low` to `high` for a logarithmic scale: powers of ten where there are three of them, else more."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), tuple(range(1, 10))):
         found = [step * 10.0**k for k in decades for step in steps if low <= step * 10.0**k <= high]
         if len(found) >= 3:
             return found
-    return [low, high]
+    return _even_values(low, high)  # less than a factor of two or so
+
+
+def _even_values(low: float, high: float) -> list[float]:
+    """A few round numbers at equal distances; the two ends where they are nearly one."""
+    from matplotlib.ticker import MaxNLocator
+
+    found = [float(v) for v in MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= v <= high]
+    return found if len(found) > 1 else [low, high]
 
 
 def short(value: float, _: Any = None) -> str:
-    """Tick text of a logarithmic axis: 0.02, 3, 400, 20,000."""
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    """Tick text of a logarithmic axis: 0.02, 2.5, 3, 400, 20,000."""
+    return f"{value:,.0f}" if value >= 100 or float(value).is_integer() else f"{value:.3g}"
 
 
 def _y_scale(ax: Axes, values: pd.Series) -> None:
@@ -226,7 +239,7 @@ def heat(
         annot_kws={"fontsize": 9}, cbar_kws={"label": unit, "pad": 0.02},
     )  # fmt: skip
     scale = ax.collections[0].colorbar.ax.yaxis
-    plain_ticks(scale, _round_values(low, high))
+    plain_ticks(scale, round_values(low, high))
     scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.2g}"))
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.grid(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdlab.lab.figures import colours, draw_lines
+from pdlab.lab.figures import at_ticks, colours, draw_lines, round_values
 from pdlab.lab.style import BLUE, FAINT, GOLD, INK, PAPER, RUST, LabFigure, canvas
 
 if TYPE_CHECKING:
@@ -164,8 +164,6 @@ def over_load(
     log: bool = True,
 ) -> LabFigure:
     """Lines (tables with x, y, series, kind; see figures) over a plain x axis, one panel a title; `mark` a level with words."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
     figure, axes = canvas(claim, footer, size=(8.6, 4.6), columns=len(panels))
     for ax, (title, table) in zip(axes[0], panels.items()):
         handles = draw_lines(ax, table)
@@ -174,9 +172,7 @@ def over_load(
         ax.set(title=title if len(panels) > 1 else "", xlabel=xlabel)
         if log:
             ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
-            ax.yaxis.set_minor_locator(NullLocator())
+            at_ticks(ax.yaxis, round_values(*ax.get_ylim()))
         else:
             low, high = min(0.0, float(table["y"].min())), float(table["y"].max())
             ax.set_ylim(low - 0.06 * (high - low), high + 0.08 * (high - low))
@@ -201,8 +197,6 @@ def agreement(
     predicted: Sequence[float], measured: Sequence[float], mixed: Sequence[bool], *, claim: str, footer: str
 ) -> LabFigure:
     """Step times, predicted before they ran against measured, in ms; the diagonal is a perfect guess."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
     figure, axes = canvas(claim, footer, size=(8.6, 4.8))
     ax = axes[0, 0]
     for chosen, label in ((False, "decodes alone"), (True, "with prompt tokens")):
@@ -211,10 +205,11 @@ def agreement(
         x, y = [1e3 * measured[i] for i in at], [1e3 * predicted[i] for i in at]
         ax.plot(x, y, marker, color=colour, markersize=4, alpha=0.5, markeredgecolor=PAPER, markeredgewidth=0.3, label=label)
     low, high = 1e3 * min(*measured, *predicted), 1e3 * max(*measured, *predicted)
-    ax.plot([low, high], [low, high], "--", color=INK, marker="", linewidth=1.2)
+    low, high = low / 1.1, high * 1.1
+    ax.plot([low, high], [low, high], "--", color=INK, marker="", linewidth=1.2, label="a perfect guess")
     ax.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted before the step, ms")
+    ax.set(xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        axis.set_minor_locator(NullLocator())
+        at_ticks(axis, round_values(low, high))
     ax.legend(loc="upper left")
     return figure

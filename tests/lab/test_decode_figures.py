@@ -127,6 +127,15 @@ def test_predicted_and_recorded_shares_stand_side_by_side() -> None:
     assert list(table["predicted, %"].dropna()) == [10, 100]
 
 
+def test_a_variant_that_lacks_no_switch_is_no_switchs_effect() -> None:
+    """Records hold `without_persistent`, of a time when that kernel was on by default: it is a way of running `ours` now."""
+    rates = {"unfused": 50.0, "ours": 1000.0, "without_ring": 900.0, "without_persistent": 1100.0}
+    table = pd.DataFrame([{"model": "m", "variant": v, "median": rate} for v, rate in rates.items()])
+    assert list(decode.SWITCHES) == list(stages.ORDER)
+    assert list(decode.switch_table(table, "m").index) == ["ring of weights"]
+    assert not [words for words in decode.falls(table, "m") if "persistent" in words]
+
+
 def test_the_persistent_kernel_is_compared_within_a_run(places: Path) -> None:
     assert len(decode.persistent_steps(GPU)) == 0
     ways = {"whole": 0.76, "mixed": 0.75, "whole, prefetch": 0.5, "persistent 1x": 0.77, "persistent 2x": 0.78}

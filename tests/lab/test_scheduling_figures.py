@@ -41,6 +41,19 @@ def test_charts_keep_their_text_inside_the_figure():
         assert figure.png().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("span", [1.02, 1.3, 4.0, 300.0])
+def test_the_scatter_of_prices_has_ticks_and_names_its_diagonal(span: float) -> None:
+    took = [8.3e-3, 8.3e-3 * span]
+    figure = scheduling.agreement(took[::-1], took, [True, False], claim="c", footer="f")
+    ax = figure.axes[0]
+    for axis in (ax.xaxis, ax.yaxis):
+        low, high = axis.get_view_interval()
+        texts = [axis.get_major_formatter()(at) for at in axis.get_majorticklocs() if low <= at <= high]
+        assert len(set(texts)) >= 2, texts
+    assert "a perfect guess" in [text.get_text() for text in ax.get_legend().get_texts()]
+    assert ax.get_xlim() == ax.get_ylim()  # so that the diagonal is one
+
+
 def test_the_table_of_waits_shows_who_waits_under_which_order():
     table = scheduling.waits(small_queue())
     assert table.loc["sjf", "chats, worst"] < table.loc["fcfs", "chats, worst"]
