@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pdlab.kernels.flash_decode import LOG2E
 from pdlab.kernels.persistent_attention import keys_of
-from pdlab.kernels.persistent_decode import persistent_decode_kernel
+from pdlab.kernels.persistent_decode import PHASES, persistent_decode_kernel, words_of
 from pdlab.kernels.ring_product import LINES, PANEL, SEGMENTS
 from pdlab.kernels.tuning import first_match, table
 
@@ -33,7 +33,9 @@ class StackTile:
 
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
-    patience: int = 1 << 18  # looks at a counter before a wait gives up: about 0.2 s
+    u_words: bool = True  # u handed over as words like everything else; or stored plainly and counted
+    patience: int = 1 << 18  # looks at words or a counter before a wait gives up: about 0.2 s
+    traced: bool = False  # when each program is through with each phase goes to DecodeStack.trace, for measurements
 
     def stages_for(self, longest: int) -> int:
         """`longest`: elements of the longest vector that a product reads."""
@@ -71,7 +73,7 @@ def _as_one(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 class DecodeStack:
-    """A model's layers for the persistent kernel: vectors between phases, partial results, counters.
+    """A model's layers for the persistent kernel: the words in which its programs hand over results, the epoch, counters.
 
     Kept between launches, so that a captured graph finds it where it was. Launches that share it must not run at the same time.
     """
@@ -99,14 +101,15 @@ class DecodeStack:
             for n in LINEAR
         ]
         self.norms = [stacked[n] for n in NORMS]
-        self.q, self.attn = (torch.empty(heads * head_dim, dtype=dtype, device=device) for _ in "qa")
         self.u = torch.empty(self.ffn, dtype=dtype, device=device)
-        rows = self.parts * heads
-        self.part_o = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
-        self.part_m, self.part_l = (torch.empty(rows, dtype=torch.float32, device=device) for _ in "ml")
-        # counters of every layer, programs that have left, and those that gave up
-        self.count = torch.zeros(len(layers) * (5 + kv_heads) + 2, dtype=torch.int32, device=device)
+        words = words_of(self.hidden, self.ffn, heads, kv_heads, head_dim, self.parts)[-1]
+        self.words = torch.zeros(words, dtype=torch.int64, device=device)  # of epoch 0, which no launch has
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)  # the last one used
+        # arrivals of u in every layer, programs that have left, and threads that gave up
+        self.count = torch.zeros(len(layers) + 2, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)  # launches in which a wait passed its bound
+        stamps = (len(layers), PHASES.value, programs) if self.tile.traced else (1,)
+        self.trace = torch.zeros(stamps, dtype=torch.int64, device=device)  # ns
 
     def __call__(self, x: torch.Tensor, rope: RopeTable, view: KVView) -> torch.Tensor:
         """The residual stream [1, H] behind the last layer, of x [1, H], contiguous. One request; view.k is of all layers."""
@@ -114,8 +117,8 @@ class DecodeStack:
         parts = max(1, min(self.parts, triton.cdiv(view.max_kv, keys_of(self.head_dim))))
         persistent_decode_kernel[(self.programs,)](
             x, out, *self.weights, *self.norms, rope.cos, rope.sin, view.positions, view.slots, view.seq_lens,
-            view.block_table, view.base, view.k, view.v, self.q, self.attn, self.u, self.part_o, self.part_m, self.part_l,
-            self.count, self.failed, view.k.stride(0), *self.eps, LOG2E * self.head_dim**-0.5, len(self.layers), parts,
+            view.block_table, view.base, view.k, view.v, self.u, self.words, self.epoch, self.count, self.failed, self.trace,
+            view.k.stride(0), *self.eps, LOG2E * self.head_dim**-0.5, len(self.layers), parts,
             self.tile.patience, **self.constants(), PAGED=view.kind == "paged", PAGE=view.page_size,
             num_warps=4, launch_cooperative_grid=self.programs > 1,
         )  # fmt: skip
@@ -135,7 +138,7 @@ def kernel_constants(
     return {
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
         "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
-        "STAGES": tile.stages_for(max(lengths)),
+        "STAGES": tile.stages_for(max(lengths)), "IN_WORDS": tile.u_words, "TRACED": tile.traced,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attention of the persistent decode kernel: each program a part of one KV head's cache, the last of a head adds its parts up.
+"""Attention of the persistent decode kernel: each program a part of one KV head's cache; one a query head adds its parts up.
 
 Few keys a program, so plain arithmetic does: 16 bytes of a key's row a thread, for all query heads of the group at once.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pdlab.kernels.persistent_products import arrive, wait
+from pdlab.kernels.persistent_words import float_word, halves, part_words, rows, word
 from pdlab.kernels.ring_product import barrier
+
+STEP = gl.constexpr(8)  # cached tokens that a part is a multiple of
 
 
 @gluon.constexpr_function
@@ -25,10 +27,15 @@ def score_layout(group, head):
 
 
 @gluon.constexpr_function
-def part_layout(parts, group, head):
-    """[parts, group, head]: all parts of four channels in one thread, so nothing crosses threads."""
-    lanes = min(32, head // 4)
-    return gl.BlockedLayout([parts, 1, 4], [1, 32 // lanes, lanes], [1, 4, 1], [2, 1, 0])
+def rows_of(group):
+    """Rows in which a KV head's q, k and v are handed over: one a query head, k, v, up to a power of two."""
+    return 1 << (group + 1).bit_length()
+
+
+@gluon.constexpr_function
+def reads_of(group, head):
+    """Looks of two words by each of 128 threads that bring them."""
+    return max(1, rows_of(group) * head // 512)
 
 
 @gluon.jit
@@ -64,86 +71,118 @@ def _attend(
 
 
 @gluon.jit
+def task_of(length, parts, KV_HEADS: gl.constexpr):
+    """(KV head, part of its cache, its first position and the one behind its last) of this program."""
+    task = gl.program_id(0)
+    part = task // KV_HEADS
+    begin = part * (((length + STEP - 1) // STEP + parts - 1) // parts * STEP)
+    end = gl.minimum(begin + ((length + STEP - 1) // STEP + parts - 1) // parts * STEP, length)
+    return task % KV_HEADS, part, begin, gl.where(part < parts, end, 0)
+
+
+@gluon.jit
+def places(t, head, newest, table, KV_HEADS: gl.constexpr, HEAD: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr):
+    """int64 offsets [KEYS, D] in a layer's cache of positions t; behind the newest they repeat it."""
+    d = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, t.type.layout.parent)), 0)
+    return gl.expand_dims(_cells(gl.minimum(t, newest), head, table, KV_HEADS, HEAD, PAGED, PAGE), 1) + d
+
+
+@gluon.jit
+def older(KC, VC, at, t, end, newest):
+    """Keys and values [KEYS, D] at positions t below `end` but for the newest, which is not in the cache yet."""
+    there = gl.expand_dims((t < end) & (t < newest), 1)
+    k = gl.load(KC + at, mask=there, other=0.0, cache_modifier=".cg")
+    return k, gl.load(VC + at, mask=there, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _handed(WORDS, smem, head, epoch, LOST, patience, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr):
+    """Waits for q [GROUP, D], k and v of a KV head, rotary pairs in words, and brings them into `smem` [ROWS, D]."""
+    HALF: gl.constexpr = HEAD // 2
+    ROWS: gl.constexpr = rows_of(GROUP)
+    READS: gl.constexpr = reads_of(GROUP, HEAD)
+    ACROSS: gl.constexpr = HALF // (2 * READS)
+    LANES: gl.constexpr = ACROSS if ACROSS < 32 else 32
+    OF_WORDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, OF_WORDS)), 1)
+    column = gl.expand_dims(gl.arange(0, ACROSS, gl.SliceLayout(0, OF_WORDS)), 0)
+    of_kv = KV_HEADS * GROUP + head + gl.minimum(row - GROUP, 1) * KV_HEADS
+    from_head = gl.where(row < GROUP, head * GROUP + row, of_kv)
+    at = WORDS.to(gl.int64) + (from_head * HALF + column * (2 * READS)) * 8
+    a, b = halves(rows(at, epoch, LOST, patience, READS), smem.dtype)
+    smem.store(gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (ROWS, HEAD)))
+    barrier()
+
+
+@gluon.jit
 def attention(
-    Q, KC, VC, table, partial, OUT, count, programs, length, parts, scale_log2, patience,
+    WORDS, PART, smem, KC, VC, table, first, second, task, length, epoch, LOST, patience, scale_log2,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, HEAD: gl.constexpr, PARTS: gl.constexpr,
     PAGED: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """This program's part of a head's cache; a head's last part to finish combines them all. `count` + 1 then counts the head,
-    `count` + 5 + head its parts. Returns the patience left."""
+    """This program's part of a head's cache, to words PART [N, PARTS, D + 2]: sums, maximum, denominator.
+
+    `first` and `second`: older keys and values of the part's first two blocks, which were asked for long ago.
+    """
     ALL: gl.constexpr = score_layout(GROUP_PAD, HEAD)
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, ALL)
     OF_QUERIES: gl.constexpr = gl.SliceLayout(1, ALL)
     OF_GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, ALL))
     KEYS: gl.constexpr = keys_of(HEAD)
-    PART_O, PART_M, PART_L = partial
-    task = gl.program_id(0)
-    head, part = task % KV_HEADS, task // KV_HEADS
-    stretch = ((length + KEYS - 1) // KEYS + parts - 1) // parts * KEYS
-    begin = part * stretch
-    end = gl.minimum(begin + stretch, length)
+    head, part, begin, end = task
     newest = length - 1
+    _handed(WORDS, smem, head, epoch, LOST, patience, KV_HEADS, GROUP, HEAD)
+    q = smem.slice(0, GROUP_PAD, 0).load(OF_QUERIES)
+    k_newest = smem.slice(GROUP, 1, 0).load(OF_KEYS)
+    v_newest = smem.slice(GROUP + 1, 1, 0).load(OF_KEYS)
+    m = gl.full([GROUP_PAD], float("-inf"), gl.float32, OF_GROUP)
+    denominator = gl.full([GROUP_PAD], 0.0, gl.float32, OF_GROUP)
+    acc = gl.zeros([GROUP_PAD, HEAD], gl.float32, OF_QUERIES)
     t = begin + gl.arange(0, KEYS, gl.SliceLayout(1, OF_KEYS))
-    d = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, OF_KEYS)), 0)
-    # the first keys but the newest are older than this launch: on their way while the others finish W_qkv
-    older = gl.expand_dims((t < end) & (t < newest) & (part < parts), 1)
-    cells = _cells(gl.minimum(t, newest), head, table, KV_HEADS, HEAD, PAGED, PAGE)
-    at = gl.expand_dims(cells, 1) + d
-    k = gl.load(KC + at, mask=older, other=0.0, cache_modifier=".cg")
-    v = gl.load(VC + at, mask=older, other=0.0, cache_modifier=".cg")
-    patience = wait(count, programs, patience)
-    if part < parts:
-        g = gl.expand_dims(gl.arange(0, GROUP_PAD, gl.SliceLayout(1, OF_QUERIES)), 1)
-        channel = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, OF_QUERIES)), 0)
-        q = gl.load(Q + (head * GROUP + g) * HEAD + channel, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+    k, v = first
+    k_next, v_next = second
+    for here in range(begin, end, KEYS):
         is_newest = gl.expand_dims(t == newest, 1)
-        k = gl.where(is_newest, gl.load(KC + at, mask=is_newest, other=0.0, cache_modifier=".cg"), k)
-        v = gl.where(is_newest, gl.load(VC + at, mask=is_newest, other=0.0, cache_modifier=".cg"), v)
-        m = gl.full([GROUP_PAD], float("-inf"), gl.float32, OF_GROUP)
-        denominator = gl.full([GROUP_PAD], 0.0, gl.float32, OF_GROUP)
-        acc = gl.zeros([GROUP_PAD, HEAD], gl.float32, OF_QUERIES)
-        for _first in range(begin + KEYS, end, KEYS):
-            later = t + KEYS
-            cells = _cells(gl.minimum(later, newest), head, table, KV_HEADS, HEAD, PAGED, PAGE)
-            at = gl.expand_dims(cells, 1) + d
-            there = gl.expand_dims(later < end, 1)
-            k_later = gl.load(KC + at, mask=there, other=0.0, cache_modifier=".cg")
-            v_later = gl.load(VC + at, mask=there, other=0.0, cache_modifier=".cg")
-            m, denominator, acc = _attend(q, k, v, m, denominator, acc, t, end, scale_log2)
-            k, v, t = k_later, v_later, later
-        m, denominator, acc = _attend(q, k, v, m, denominator, acc, t, end, scale_log2)
-        rows = gl.arange(0, GROUP_PAD, OF_GROUP)
-        mine = (head * PARTS + part) * GROUP
-        gl.store(PART_M + mine + rows, m, mask=rows < GROUP)
-        gl.store(PART_L + mine + rows, denominator, mask=rows < GROUP)
-        gl.store(PART_O + (mine + g) * HEAD + channel, acc, mask=g < GROUP)
-        barrier()  # every thread's stores come before the release below
-        if gl.atomic_add(count + 5 + head, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            _combine(partial, OUT, head, parts, GROUP, GROUP_PAD, HEAD, PARTS)
-            arrive(count + 1)
-    return patience
+        k_here, v_here = gl.where(is_newest, k_newest, k), gl.where(is_newest, v_newest, v)
+        k, v = k_next, v_next
+        if here + 2 * KEYS < end:
+            later = t + 2 * KEYS
+            k_next, v_next = older(KC, VC, places(later, head, newest, table, KV_HEADS, HEAD, PAGED, PAGE), later, end, newest)
+        m, denominator, acc = _attend(q, k_here, v_here, m, denominator, acc, t, end, scale_log2)
+        t += KEYS
+    g = gl.expand_dims(gl.arange(0, GROUP_PAD, gl.SliceLayout(1, OF_QUERIES)), 1)
+    channel = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, OF_QUERIES)), 0)
+    each = gl.arange(0, GROUP_PAD, OF_GROUP)
+    mine = ((head * GROUP + each) * PARTS + part) * (HEAD + 2) + HEAD
+    gl.store(PART + mine, float_word(m, epoch), mask=each < GROUP, cache_modifier=".cg")
+    gl.store(PART + mine + 1, float_word(denominator, epoch), mask=each < GROUP, cache_modifier=".cg")
+    to = ((head * GROUP + g) * PARTS + part) * (HEAD + 2) + channel
+    gl.store(PART + to, float_word(acc, epoch), mask=g < GROUP, cache_modifier=".cg")
 
 
 @gluon.jit
-def _combine(partial, OUT, head, parts, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, HEAD: gl.constexpr, PARTS: gl.constexpr):
-    """The group's outputs, OUT [N, D], of all parts; parts without a key have maximum -inf."""
-    ALL: gl.constexpr = part_layout(PARTS, GROUP_PAD, HEAD)
-    OF_ROW: gl.constexpr = gl.SliceLayout(2, ALL)
-    ONE: gl.constexpr = gl.SliceLayout(0, ALL)
-    PART_O, PART_M, PART_L = partial
-    part = gl.expand_dims(gl.arange(0, PARTS, gl.SliceLayout(1, OF_ROW)), 1)
-    row = gl.expand_dims(gl.arange(0, GROUP_PAD, gl.SliceLayout(0, OF_ROW)), 0)
-    d = gl.expand_dims(gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, ONE)), 0), 0)
-    there = (part < parts) & (row < GROUP)
-    at = (head * PARTS + part) * GROUP + row
-    # .cg: written by other multiprocessors; all at once, for each look at L2 takes its time
-    m = gl.load(PART_M + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    share = gl.load(PART_L + at, mask=there, other=0.0, cache_modifier=".cg")
-    acc = gl.load(PART_O + gl.expand_dims(at, 2) * HEAD + d, mask=gl.expand_dims(there, 2), other=0.0, cache_modifier=".cg")
-    top = gl.max(m, 0)
-    weight = gl.exp2(m - gl.expand_dims(gl.where(top == float("-inf"), 0.0, top), 0))
-    total = gl.convert_layout(gl.sum(weight * share, 0), gl.SliceLayout(1, ONE))
-    out = gl.sum(acc * gl.expand_dims(weight, 2), 0) / gl.expand_dims(gl.where(total == 0.0, 1.0, total), 1)
-    rows = gl.expand_dims(gl.arange(0, GROUP_PAD, gl.SliceLayout(1, ONE)), 1)
-    channel = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, ONE)), 0)
-    gl.store(OUT + (head * GROUP + rows) * HEAD + channel, out.to(OUT.dtype.element_ty), mask=rows < GROUP)
+def combine(
+    PART, WORDS, n, parts, epoch, LOST, patience, HEAD: gl.constexpr, PARTS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Query head n's output of all its parts, to WORDS [N, D / 2] of neighbouring channels. Parts without a key have maximum
+    -inf. Each thread sees all parts of its channels: no look at L2 waits for another, and nothing crosses threads."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    pair = gl.arange(0, HEAD // 2, LANES)
+    row = PART.to(gl.int64) + n * (PARTS * (HEAD + 2) * 8)
+    d = part_words(row + pair * 16, row + pair * 0 + HEAD * 8, epoch, LOST, patience, parts, PARTS, HEAD)
+    top = d[2].to(gl.float32, bitcast=True)
+    for p in gl.static_range(1, PARTS):
+        top = gl.maximum(top, d[4 * p + 2].to(gl.float32, bitcast=True))
+    top = gl.where(top == float("-inf"), 0.0, top)
+    even = gl.zeros([HEAD // 2], gl.float32, LANES)
+    odd = gl.zeros([HEAD // 2], gl.float32, LANES)
+    total = gl.zeros([HEAD // 2], gl.float32, LANES)
+    for p in gl.static_range(PARTS):
+        weight = gl.exp2(d[4 * p + 2].to(gl.float32, bitcast=True) - top)
+        even += weight * d[4 * p].to(gl.float32, bitcast=True)
+        odd += weight * d[4 * p + 1].to(gl.float32, bitcast=True)
+        total += weight * d[4 * p + 3].to(gl.float32, bitcast=True)
+    total = gl.where(total == 0.0, 1.0, total)
+    gl.store(
+        WORDS + n * (HEAD // 2) + pair, word((even / total).to(dtype), (odd / total).to(dtype), epoch), cache_modifier=".cg"
+    )

@@ -1,8 +1,8 @@
 """Products of the persistent decode kernel: one warp copies weights into a ring, four multiply what has arrived.
 
 A product of one activation row on tensor cores, as in ring_product: a weight row is cut in 16 segments, and a tile of a product
-is 8 rows. Between programs all goes through L2: results are stored, a barrier of the program's threads orders the stores before
-one thread's release, and a reader acquires before it loads, past its L1 cache (.cg).
+is 8 rows. Results go to the other programs as words that carry their epoch (persistent_words): rows n and n + 4 of a tile, or
+the halves of a rotary pair, share one. A task of W_up is two tiles, so that 8 results of it are 4 words as well.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pdlab.kernels.persistent_words import halves, settled, wait, word
 from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, barrier, diagonal, first_rows, pieces_of, stage
 
 # results of a tile's half: a row a warp
@@ -30,30 +31,8 @@ def arrive(COUNT):
 
 
 @gluon.jit
-def wait(COUNT, target, patience):
-    """Waits until `target` have arrived, at most `patience` looks; returns the patience left for later waits: all or none.
-
-    Each thread looks for itself, so each may read what was released. Bounded, so that a program that fails to come makes a
-    wrong answer, which is marked, and never a kernel without an end.
-    """
-    at = COUNT.to(gl.int64)
-    seen = _look(at)
-    looks = patience * 0
-    while (seen < target) & (looks < patience):
-        seen = _look(at)
-        looks += 1
-    barrier()
-    return gl.where(seen < target, 0, patience)
-
-
-@gluon.jit
-def _look(at):
-    return gl.inline_asm_elementwise("ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _first_tile(begin):
-    """This program's first tile of a product before which `begin` tiles of the stack lie."""
+def first_task(begin):
+    """This program's first task of a product before which `begin` tasks of the stack lie."""
     programs = gl.num_programs(0)
     return (gl.program_id(0) + programs - begin % programs) % programs
 
@@ -68,19 +47,21 @@ def _stream(
 ):  # fmt: skip
     """Copies this program's pieces of one product of one layer, from the i-th piece of the ring on; the next piece's number."""
     apart: gl.constexpr = OUTPUTS // 2
-    for tile in range(_first_tile(begin), OUTPUTS // (2 * PAIRS), gl.num_programs(0)):
-        a, b = first_rows(tile, apart, PARTNERS)
-        row = layer * OUTPUTS
-        for c in range(pieces_of(K, PANELS)):
-            stage = i % STAGES
-            mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
-            mbarrier.expect(full.index(stage), 2 * PANELS * WD.block_type.nbytes)
-            for p in gl.static_range(PANELS):
-                at = stage * (2 * PANELS) + p
-                column = (c * PANELS + p) * PANEL
-                tma.async_copy_global_to_shared(WD, [(row + a) * 16, column], full.index(stage), ring.index(at))
-                tma.async_copy_global_to_shared(WD, [(row + b) * 16, column], full.index(stage), ring.index(at + PANELS))
-            i += 1
+    TILES: gl.constexpr = 2 if PARTNERS == -1 else 1  # of a task
+    row = layer * OUTPUTS
+    for task in range(first_task(begin), OUTPUTS // (2 * PAIRS * TILES), gl.num_programs(0)):
+        for tile in range(task * TILES, task * TILES + TILES):
+            a, b = first_rows(tile, apart, PARTNERS)
+            for c in range(pieces_of(K, PANELS)):
+                stage = i % STAGES
+                mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
+                mbarrier.expect(full.index(stage), 2 * PANELS * WD.block_type.nbytes)
+                for p in gl.static_range(PANELS):
+                    at = stage * (2 * PANELS) + p
+                    column = (c * PANELS + p) * PANEL
+                    tma.async_copy_global_to_shared(WD, [(row + a) * 16, column], full.index(stage), ring.index(at))
+                    tma.async_copy_global_to_shared(WD, [(row + b) * 16, column], full.index(stage), ring.index(at + PANELS))
+                i += 1
     return i
 
 
@@ -91,11 +72,11 @@ def produce(
     PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     QKV, OUT, UP, DOWN = weights
-    # tiles of a layer before each product, and of all
+    # tasks of a layer before each product, and of all
     TILE: gl.constexpr = 2 * PAIRS
     AT_OUT: gl.constexpr = PACKED // TILE
     AT_UP: gl.constexpr = AT_OUT + HIDDEN // TILE
-    AT_DOWN: gl.constexpr = AT_UP + 2 * FFN // TILE
+    AT_DOWN: gl.constexpr = AT_UP + FFN // TILE
     i = 0
     for layer in range(layers):
         begin = layer * (AT_DOWN + HIDDEN // TILE)
@@ -109,25 +90,21 @@ def produce(
 
 
 @gluon.jit
-def activation(X, NORM_W, eps, ys, count, target, patience, K: gl.constexpr, NORM: gl.constexpr):
-    """Waits for x, and brings it into `ys` as X', behind the norm but for 1/rms; (that, or 1; the patience left)."""
+def counted(X, ys, COUNT, target, LOST, patience, K: gl.constexpr):
+    """Waits for `target` arrivals, and brings x [K] into `ys` as X'."""
     LENGTH: gl.constexpr = K // 16
-    COUNT: gl.constexpr = (LENGTH + PANEL - 1) // PANEL
+    PARTS: gl.constexpr = (LENGTH + PANEL - 1) // PANEL
     THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     segment = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, THREADS)), 1)
     lane = gl.expand_dims(gl.arange(0, PANEL, gl.SliceLayout(0, THREADS)), 0)
-    weights = ()
-    if NORM:
-        for p in gl.static_range(COUNT):
-            k = p * PANEL + lane
-            weights = weights + (gl.load(NORM_W + segment * LENGTH + k, mask=k < LENGTH, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    patience = wait(count, target, patience)
+    there = wait(COUNT, target, LOST, patience) != 0
     x = ()
-    for p in gl.static_range(COUNT):
+    for p in gl.static_range(PARTS):
         k = p * PANEL + lane
         # .cg: written by other multiprocessors during this launch, so read from L2
-        x = x + (gl.load(X + segment * LENGTH + k, mask=k < LENGTH, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
-    return stage(x, weights, eps, ys, K, NORM), patience
+        here = gl.load(X + segment * LENGTH + k, mask=k < LENGTH, other=0.0, cache_modifier=".cg")
+        x = x + (gl.where(there, here, float("nan")),)  # type: ignore[assignment]  # noqa: RUF005
+    stage(x, (), 0.0, ys, K, False)
 
 
 @gluon.jit
@@ -151,15 +128,15 @@ def _tile(ring, full, empty, ys, scale, i, K: gl.constexpr, PANELS: gl.constexpr
 
 @gluon.jit
 def qkv(
-    ring, full, empty, ys, scale, i, begin, token, COS, SIN, Q, KC, VC,
+    ring, full, empty, ys, scale, i, begin, token, COS, SIN, WORDS, epoch, KC, VC,
     HIDDEN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding of what W_qkv gives; q to Q [N, D], k and v into the layer's cache."""
+    """Rotary embedding of what W_qkv gives: words [(N + 2 KV) HALF] of pairs; k and v into the layer's cache too."""
     slot, position = token
     lanes = gl.arange(0, PAIRS, ROW)
-    dtype: gl.constexpr = Q.dtype.element_ty
-    for tile in range(_first_tile(begin), (HEADS + 2 * KV_HEADS) * HALF // PAIRS, gl.num_programs(0)):
+    dtype: gl.constexpr = KC.dtype.element_ty
+    for tile in range(first_task(begin), (HEADS + 2 * KV_HEADS) * HALF // PAIRS, gl.num_programs(0)):
         pair = tile * PAIRS + lanes
         head, d = pair // HALF, pair % HALF
         turned = head < HEADS + KV_HEADS
@@ -168,10 +145,7 @@ def qkv(
         a, b, i = _tile(ring, full, empty, ys, scale, i, HIDDEN, PANELS, STAGES)
         ra = (a * cos - b * sin).to(dtype)
         rb = (b * cos + a * sin).to(dtype)
-        is_q = head < HEADS
-        to = Q + head * (2 * HALF) + d
-        gl.store(to, ra, mask=is_q)
-        gl.store(to + HALF, rb, mask=is_q)
+        gl.store(WORDS + pair, word(ra, rb, epoch), cache_modifier=".cg")
         kv_head = (head - HEADS) % KV_HEADS
         at = (slot // PAGE * (KV_HEADS * PAGE) + kv_head * PAGE + slot % PAGE) * (2 * HALF) + d
         is_k = turned & (head >= HEADS)
@@ -185,28 +159,42 @@ def qkv(
 
 @gluon.jit
 def residual(
-    ring, full, empty, ys, i, begin, BEFORE, AFTER,
+    ring, full, empty, ys, i, begin, BEFORE, was, AFTER, epoch, OUT, LOST, patience,
     OUTPUTS: gl.constexpr, K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """AFTER [OUTPUTS] = BEFORE + products; both may be the same memory: a place has one program."""
+    """x + products of x in words BEFORE, of the epoch `was`, to words AFTER; and OUT [OUTPUTS] as plain values."""
     lanes = gl.arange(0, PAIRS, ROW)
-    for tile in range(_first_tile(begin), OUTPUTS // (2 * PAIRS), gl.num_programs(0)):
-        n = tile * (2 * PAIRS) + lanes
-        xa = gl.load(BEFORE + n, cache_modifier=".cg")
-        xb = gl.load(BEFORE + n + PAIRS, cache_modifier=".cg")
+    dtype: gl.constexpr = OUT.dtype.element_ty
+    for tile in range(first_task(begin), OUTPUTS // (2 * PAIRS), gl.num_programs(0)):
+        at = BEFORE + tile * PAIRS + lanes
+        seen = gl.load(at, cache_modifier=".cg")  # on its way during the product
         a, b, i = _tile(ring, full, empty, ys, 1.0, i, K, PANELS, STAGES)
-        gl.store(AFTER + n, (a + xa.to(gl.float32)).to(AFTER.dtype.element_ty))
-        gl.store(AFTER + n + PAIRS, (b + xb.to(gl.float32)).to(AFTER.dtype.element_ty))
+        xa, xb = halves(settled(seen, at, was, LOST, patience), dtype)
+        ra, rb = (a + xa.to(gl.float32)).to(dtype), (b + xb.to(gl.float32)).to(dtype)
+        gl.store(AFTER + tile * PAIRS + lanes, word(ra, rb, epoch), cache_modifier=".cg")
+        n = tile * (2 * PAIRS) + lanes
+        gl.store(OUT + n, ra)
+        gl.store(OUT + n + PAIRS, rb)
     return i
 
 
 @gluon.jit
 def gated(
-    ring, full, empty, ys, scale, i, begin, U, FFN: gl.constexpr, HIDDEN: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr,
+    ring, full, empty, ys, scale, i, begin, U, WORDS, epoch,
+    FFN: gl.constexpr, HIDDEN: gl.constexpr, IN_WORDS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """silu(gate) * value, to WORDS, or as plain values to U."""
     lanes = gl.arange(0, PAIRS, ROW)
-    for tile in range(_first_tile(begin), FFN // PAIRS, gl.num_programs(0)):
+    dtype: gl.constexpr = U.dtype.element_ty
+    for task in range(first_task(begin), FFN // (2 * PAIRS), gl.num_programs(0)):
         gate, value, i = _tile(ring, full, empty, ys, scale, i, HIDDEN, PANELS, STAGES)
-        gl.store(U + tile * PAIRS + lanes, (gate / (1.0 + gl.exp(-gate)) * value).to(U.dtype.element_ty))
+        ua = (gate / (1.0 + gl.exp(-gate)) * value).to(dtype)
+        gate, value, i = _tile(ring, full, empty, ys, scale, i, HIDDEN, PANELS, STAGES)
+        ub = (gate / (1.0 + gl.exp(-gate)) * value).to(dtype)
+        if IN_WORDS:
+            gl.store(WORDS + task * PAIRS + lanes, word(ua, ub, epoch), cache_modifier=".cg")
+        else:
+            n = task * (2 * PAIRS) + lanes
+            gl.store(U + n, ua)
+            gl.store(U + n + PAIRS, ub)
     return i

@@ -10,6 +10,7 @@ import torch
 from pdlab.kernels.decode_stack import DecodeStack, StackTile
 from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.ops import LayerWeights, NormWeights, RopeTable
+from pdlab.kernels.persistent_decode import WRAP
 from pdlab.kernels.reference import ReferenceOps
 
 
@@ -111,17 +112,29 @@ def stack_errors(case: StackCase) -> dict[str, float]:
 
 
 def given_up(case: StackCase) -> dict[str, Any]:
-    """A launch that waits for a program that never comes, and the one after it."""
+    """A launch whose programs do not wait long enough for one another, and the one after it."""
     x, layers, rope, view = case.make()
     stack = case.stack(layers)
     wanted = stack(x, rope, view)
     patient = stack.tile
-    stack.tile = replace(patient, patience=20)
-    stack.count[4] = -1  # one arrival is missing where the second layer begins
+    stack.tile = replace(patient, patience=1)  # on a device one look passes before the others have so much as begun
     lost = stack(x, rope, view)
-    stack.tile = patient  # on a device 20 looks pass before the others have so much as begun
+    stack.tile = patient
     after = stack(x, rope, view)
     return {
         "lost": bool(lost.isnan().all()), "failed": int(stack.failed), "after": float((after - wanted).abs().max()),
         "left": int(stack.count.abs().sum()),
     }  # fmt: skip
+
+
+def begun_again(case: StackCase) -> list[tuple[int, float]]:
+    """Launches about the one at which epochs begin again: the epoch behind each, and how far its stream is from the first's."""
+    x, layers, rope, view = case.make()
+    stack = case.stack(layers)
+    wanted = stack(x, rope, view).clone()
+    stack.epoch.fill_(WRAP.value - 2 * len(layers))
+    found = []
+    for _ in range(4):
+        apart = float((stack(x, rope, view) - wanted).abs().max())
+        found.append((int(stack.epoch), apart))
+    return found

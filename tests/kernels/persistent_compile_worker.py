@@ -1,6 +1,6 @@
 """Compiles (never runs) the persistent decode kernel for catalogue models, and prints what each takes, as JSON.
 
-    python persistent_compile_worker.py '[["llama-1b", true], ...]'      true: pages, false: extents
+    python persistent_compile_worker.py '[["llama-1b", true, {}], ...]'      true: pages, false: extents; fields of StackTile
 
 Run in a process without TRITON_INTERPRET, under which nothing would be compiled.
 """
@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from compile_worker import ahead_of_time, resources
+from compile_worker import POINTERS, ahead_of_time, resources
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -21,16 +21,17 @@ from pdlab.models.catalogue import config_of
 
 FLOATS = ("eps_attn", "eps_mlp", "scale_log2")
 WEIGHTS = ("QKV", "OUT", "UP", "DOWN")
-BF16 = ("X", "OUT_X", "ATTN_NORM", "MLP_NORM", "KC", "VC", "Q", "ATTN", "U")
-FP32 = ("COS", "SIN", "PART_O", "PART_M", "PART_L")
-INT64 = ("POSITIONS", "SLOTS", "BASE")
-INT32 = ("LENGTHS", "TABLE", "COUNT", "FAILED")
+BF16 = ("X", "OUT_X", "ATTN_NORM", "MLP_NORM", "KC", "VC", "U")
+FP32 = ("COS", "SIN")
+INT64 = ("POSITIONS", "SLOTS", "BASE", "WORDS", "TRACE")
+INT32 = ("LENGTHS", "TABLE", "EPOCH", "COUNT", "FAILED")
+POINTERS.update(dict.fromkeys((*BF16, *FP32, *INT64, *INT32, "kv_stride"), ""))  # all of them multiples of 16 bytes or elements
 
 
-def compile_for(model: str, paged: bool) -> dict[str, Any]:
+def compile_for(model: str, paged: bool, tile: dict[str, Any]) -> dict[str, Any]:
     c = config_of(model)
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    fixed = kernel_constants(StackTile(), c.hidden_size, c.ffn_size, c.num_heads, c.num_kv_heads, c.head_dim, 16)
+    fixed = kernel_constants(StackTile(**tile), c.hidden_size, c.ffn_size, c.num_heads, c.num_kv_heads, c.head_dim, 16)
     fixed = fixed | {"PAGED": paged, "PAGE": 16 if paged else 1}
     types = {name: f"tensordesc<bf16{[64, 64]},{layout!r}>" for name in WEIGHTS}
     types |= dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | dict.fromkeys(FLOATS, "fp32")
@@ -40,9 +41,10 @@ def compile_for(model: str, paged: bool) -> dict[str, Any]:
     return {
         "shared": built.metadata.shared,
         "acquires": ptx.count("ld.acquire.gpu.global"),
+        "words": ptx.count("ld.relaxed.gpu.global.v2.b64"),
     } | resources(built.asm["cubin"])
 
 
 if __name__ == "__main__":
-    for model, paged in json.loads(sys.argv[1]):
-        print(json.dumps(compile_for(model, paged)), flush=True)
+    for model, paged, tile in json.loads(sys.argv[1]):
+        print(json.dumps(compile_for(model, paged, tile)), flush=True)

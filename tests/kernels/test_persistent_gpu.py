@@ -8,9 +8,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from persistent_cases import StackCase, given_up, stack_errors
+from persistent_cases import StackCase, begun_again, given_up, stack_errors
 
 from pdlab.core.config import EngineConfig, SamplingParams
+from pdlab.kernels.persistent_decode import WRAP
 from pdlab.llm import LLM
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,7 +46,9 @@ def test_two_launches_match_the_plain_operations(shape: str, length: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "settings", [{"programs": 5}, {"layers": 5}, {"tile": {"panels": 2}}, {"tile": {"stages": 2}}], ids=str
+    "settings",
+    [{"programs": 5}, {"layers": 5}, {"tile": {"panels": 2}}, {"tile": {"stages": 2}}, {"tile": {"u_words": False}}],
+    ids=str,
 )
 def test_few_programs_many_layers_and_short_rings_match_the_plain_operations(settings: dict[str, Any]) -> None:
     """Programs' shares of a product rotate from layer to layer, and the ring goes round many times."""
@@ -59,13 +62,31 @@ def test_extents_match_the_plain_operations() -> None:
     assert max(found.values()) < TOLERANCE, found
 
 
-def test_a_wait_for_nobody_ends_with_nan_and_the_next_launch_is_right() -> None:
-    assert given_up(case("llama-1b")) == {"lost": True, "failed": 1, "after": 0.0, "left": 0}
+@pytest.mark.parametrize("u_words", [True, False])
+def test_a_wait_that_gives_up_ends_with_nan_and_the_next_launch_is_right(u_words: bool) -> None:
+    here = case("llama-1b", tile={"u_words": u_words})
+    assert given_up(here) == {"lost": True, "failed": 1, "after": 0.0, "left": 0}
 
 
-def test_a_graph_of_many_layers_gives_the_same_stream_at_every_replay() -> None:
+def test_epochs_that_begin_again_change_nothing() -> None:
+    layers = 3
+    here = case("small", layers=layers, length=333)
+    first = WRAP.value - 2 * layers + layers + 1
+    assert begun_again(here) == [(first, 0.0), (0, 0.0), (layers + 1, 0.0), (2 * layers + 2, 0.0)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 512, 513, 640, 1023, 4999])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_any_length_and_group_of_query_heads_match_the_plain_operations(length: int, group: int) -> None:
+    found = stack_errors(case("small", heads=2 * group, length=length))
+    assert found.pop("counters") == 0
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("u_words", [True, False])
+def test_a_graph_of_many_layers_gives_the_same_stream_at_every_replay(u_words: bool) -> None:
     """Nothing is left over from the replay before, and no order of the programs matters."""
-    here = case("llama-1b", layers=8, length=300)
+    here = case("llama-1b", layers=8, length=300, tile={"u_words": u_words})
     x, layers, rope, view = here.make()
     stack = here.stack(layers)
     first = stack(x, rope, view).clone()
