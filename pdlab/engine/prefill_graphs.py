@@ -171,13 +171,19 @@ class PrefillGraphs:
         return self.sampled
 
     def make(self, shapes: Sequence[MixedShape]) -> None:
-        """Captures steps that nobody waits for; the buffers must describe no request. One layer has every kernel there is."""
+        """Captures steps that nobody waits for; the buffers must describe no request. One layer has every kernel there is; a
+        shape for which one cannot run is left out, and named in a warning."""
         one_layer = copy(self.model)
         one_layer.layers = self.model.layers[:1]
         for shape in shapes:
-            if shape not in self._made:
+            if shape in self._made:
+                continue
+            try:
                 self._rehearse(partial(self._step, shape, one_layer))
-                self._make(shape)
+            except Exception as error:
+                warnings.warn(f"no graph of {shape}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+                continue
+            self._make(shape)
 
     def _rehearse(self, step: Callable[[], torch.Tensor]) -> None:
         on_its_stream = getattr(self._capture, "rehearse", None)  # an imitated capture has none

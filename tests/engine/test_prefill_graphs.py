@@ -10,6 +10,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,21 @@ def test_the_shapes_captured_ahead_are_those_that_a_load_meets() -> None:
     for decodes in (0, 1, 15, 16, 17, 31, 32, 60, 126, 200, 255, 256, 300, 500, 511):
         for chunk in range(2, 17):  # what is left of a prompt
             assert graphs.shape(decodes + chunk, decodes + 1, chunk, 3000, "paged") in ahead
+
+
+def test_a_shape_whose_kernels_cannot_run_is_left_out_and_named() -> None:
+    graphs = graphs_of(48, 12)
+    shapes, made = graphs.shapes("paged"), []
+    graphs.model, graphs._made = SimpleNamespace(layers=[0, 1]), {}  # type: ignore[assignment]
+
+    def rehearse(step: Any) -> None:
+        if step.args[0] == shapes[1]:
+            raise RuntimeError("too many registers")
+
+    graphs._rehearse, graphs._make = rehearse, made.append  # type: ignore[method-assign,assignment]
+    with pytest.warns(RuntimeWarning, match="too many registers"):
+        graphs.make(shapes)
+    assert made == [shapes[0], *shapes[2:]]
 
 
 # --- on a GPU
