@@ -33,8 +33,8 @@ def ceilings_of(device: str, about: dict[str, Any]) -> Ceilings:
     return ceilings_for(device, about["dtype"])
 
 
-def trained(recorded: RecordedSteps, device: str, *, at_once: bool = True) -> LearnedEstimator:
-    """One that saw the training runs as the engine did and was then fitted to all of them `at_once`, as Session.learn does."""
+def trained(recorded: RecordedSteps, device: str) -> LearnedEstimator:
+    """One that saw the training runs as the engine did and was then fitted to all of them at once, as Session.learn does."""
     about = recorded.about
     learned = LearnedEstimator(
         config_of(about["model"]), ceilings_of(device, about), itemsize_of(about["dtype"]), BUDGET, padded=about["padded"]
@@ -43,8 +43,7 @@ def trained(recorded: RecordedSteps, device: str, *, at_once: bool = True) -> Le
     learned.kept = []
     recorded.teach(learned, [run["run"] for run in recorded.of("training")])
     kept, learned.kept = learned.kept, None
-    if at_once:
-        learned.refit(kept)
+    learned.refit(kept)
     return learned
 
 
@@ -76,16 +75,14 @@ def prices(ctx: Context) -> None:
 
 
 def imitation_of(recorded: RecordedSteps, device: str, learned: LearnedEstimator) -> serving.Imitation:
-    """The simulator that the recording session would have calibrated with this estimator. Its objectives are the session's, and
-    so is what its policies ask: an estimator that had learned step by step."""
+    """The simulator that the recording session would have calibrated with this estimator. Its objectives are the session's."""
     about = recorded.about
     base = serving.serving_config(executor="simulated", simulated_device=device)
     slots = make_simulated(base, config_of(about["model"])).capacity()
     due = about["objectives"]
     config = base.with_(ttft_objective_s=due["ttft_s"], per_token_objective_s=due["per_token_s"])
     scale = serving.Scale(about["model"], 32_768, 1, config)
-    asked = trained(recorded, device, at_once=False).state()
-    return serving.Imitation(scale, learned.state(), ceilings_of(device, about), slots, about["dtype"], device, asked)
+    return serving.Imitation(scale, learned.state(), ceilings_of(device, about), slots, about["dtype"], device)
 
 
 def real_quantities(device: str, variant: str, params: dict[str, Any]) -> dict[tuple[str, int], float]:

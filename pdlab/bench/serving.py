@@ -251,7 +251,6 @@ class Imitation:
     slots: int
     dtype: str
     device: str
-    ordering: dict[str, Any] | None = None  # of the estimator that the policy asks, where another one than prices the steps
 
     @classmethod
     def of(cls, session: Session) -> Imitation:
@@ -295,22 +294,15 @@ class Imitation:
             e.restore(self.state)
         return e
 
-    def _asked(self) -> LearnedEstimator:
-        """What the policy asks."""
-        e = self.estimator()
-        if self.ordering is not None:
-            e.restore(self.ordering)
-        e.spare_the_host()
-        return e
-
     def engine(self, config: EngineConfig) -> CoalescingEngine:
-        prices, frozen = self._asked(), self.estimator()
+        asked, frozen = self.estimator(), self.estimator()
+        asked.spare_the_host()
         model = frozen.model
         cost = data_sheet_cost(model, self.device, self.dtype) if self.state is None else frozen.device_seconds
         executor = SimulatedExecutor(
             model, cost, self.slots, steps_in_flight=config.steps_in_flight, host=frozen.host, calibration=self.kind
         )
-        return CoalescingEngine(config.with_(executor="simulated"), model, executor, prices)
+        return CoalescingEngine(config.with_(executor="simulated"), model, executor, asked)
 
     def run(self, config: EngineConfig, workload: Workload, until_s: float | None = None) -> Outcome:
         engine = self.engine(config)
