@@ -121,6 +121,8 @@ def gantt(outcomes: Mapping[str, Outcome], *, claim: str, footer: str, at: float
         ax.set_visible(False)
     for ax in axes[-1]:
         ax.set_xlabel("seconds")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("requests by arrival")
     from matplotlib.lines import Line2D
 
     long = any(r.kind == "long" for o in outcomes.values() for r in o.requests or [])
@@ -147,7 +149,8 @@ def waits(outcomes: Mapping[str, Outcome]) -> pd.DataFrame:
             "never ran": sum(r.first_token_s is None for r in outcome.requests or []),
         }
 
-    return pd.DataFrame({name: row(o) for name, o in outcomes.items()}).T
+    table = pd.DataFrame({name: row(o) for name, o in outcomes.items()}).T
+    return table.astype({"never ran": int}).rename_axis("seconds to the first token")
 
 
 # ---- lines over a plain axis
