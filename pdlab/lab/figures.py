@@ -151,23 +151,25 @@ def roofline(points: pd.DataFrame, *, read_bytes_per_s: float, matmul_flops_per_
     x = np.geomspace(min(points["intensity"].min(), ridge) / 2.5, max(points["intensity"].max(), ridge) * 2.5, 200)
     ax.plot(x, np.minimum(x * read_bytes_per_s, matmul_flops_per_s) / 1e9, "--", color=INK, marker="", linewidth=1.6)
     ax.axvline(ridge, color=FAINT, linewidth=0.9, linestyle=":")
-    for i, (series, (colour, marker)) in enumerate(colours(points["series"]).items()):
-        offset = (7, -11) if i % 2 else (7, 5)
+    labels = []
+    for series, (colour, marker) in colours(points["series"]).items():
         rows = points[points["series"] == series]
         ax.plot(rows["intensity"], rows["flops_per_s"] / 1e9, "-", color=colour, marker=marker, linewidth=1.2, label=series)
         for _, row in rows[rows["label"] != ""].iterrows():
-            at = (row["intensity"], row["flops_per_s"] / 1e9)
-            ax.annotate(row["label"], at, offset, textcoords="offset points", fontsize=8.5, color=colour)
+            labels.append((row["intensity"], row["flops_per_s"] / 1e9, row["label"], colour))
     ax.set(xscale="log", yscale="log", xlabel="intensity, FLOP per byte that must move", ylabel="achieved, GFLOP/s")
     ax.set_ylim(bottom=points["flops_per_s"].min() / 1e9 / 3, top=matmul_flops_per_s / 1e9 * 2.6)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(short))
     text: dict[str, Any] = {"fontsize": 8.5, "color": FAINT}
     ax.text(x[-1], matmul_flops_per_s / 1e9 * 1.15, _rate(matmul_flops_per_s, "FLOP/s") + " matrix product", ha="right", **text)
-    ax.text(ridge, ax.get_ylim()[0] * 1.25, f" ridge: {ridge:,.0f} FLOP/byte", ha="left", **text)
+    low = points["intensity"].median() < ridge  # where the points are: the legend goes to the other side
+    side = "right" if low else "left"
+    ax.text(ridge, ax.get_ylim()[0] * 1.25, f" ridge: {ridge:,.0f} FLOP/byte ", ha=side, **text)
     slope = f"{_rate(read_bytes_per_s, 'B/s')} read"
     ax.text(x[0], x[0] * read_bytes_per_s / 1e9 * 4.2, slope, ha="left", va="bottom", **text)
-    ax.legend(loc="lower right" if points["intensity"].median() < ridge else "upper left")
+    ax.legend(loc="lower right" if low else "upper left")
+    _label_apart(figure, ax, labels)
     return figure
 
 
@@ -294,8 +296,9 @@ def _short_name(name: str) -> str:
     return re.sub(r"NVIDIA |GeForce |Tesla |\(R\)|\(TM\)| HBM\w*|-SXM\d?(?=-)", "", name).replace("-", " ")[:24]
 
 
-def _label_apart(figure: LabFigure, ax: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """A label beside each point, on the first of several sides where it covers neither a marker nor an earlier label."""
+def _label_apart(figure: LabFigure, ax: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """A label beside each point (x, y, words, colour), on the first of several sides where it covers neither a marker nor an
+    earlier label."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # the layout decides where a point is
@@ -304,13 +307,13 @@ def _label_apart(figure: LabFigure, ax: Axes, points: Sequence[tuple[float, floa
     taken = [Bbox.from_extents(px - 6 * pixel, py - 6 * pixel, px + 6 * pixel, py + 6 * pixel) for px, py in spots]
     near = ((7, -4), (-7, 4), (-7, -4), (7, 4), (0, 9), (0, -9))
     sides = [*near, *((2.4 * dx, 2.4 * dy) for dx, dy in near)]
-    for px, py, name in sorted(points):
+    for px, py, name, colour in sorted(points):
         for dx, dy in sides:
             at: dict[str, Any] = {
                 "ha": "left" if dx > 0 else "right" if dx < 0 else "center",
                 "va": "bottom" if dy > 0 else "top",
             }
-            label = ax.annotate(name, (px, py), (dx, dy), textcoords="offset points", fontsize=8.5, **at)
+            label = ax.annotate(name, (px, py), (dx, dy), textcoords="offset points", fontsize=8.5, color=colour, **at)
             box = label.get_window_extent()
             if not any(box.overlaps(other) for other in taken):
                 break
@@ -337,7 +340,7 @@ def chips(table: pd.DataFrame, *, claim: str, footer: str) -> LabFigure:
         fill = colour if source == "measured" else "none"
         rx, ry = rows["bytes_per_s"] / 1e9, rows["flops_per_s"] / 1e12
         ax.plot(rx, ry, marker, color=colour, markerfacecolor=fill, markersize=8, markeredgewidth=1.5, label=str(source))
-    _label_apart(figure, ax, [(px, py, _short_name(str(name))) for px, py, name in zip(x, y, table["name"])])
+    _label_apart(figure, ax, [(px, py, _short_name(str(name)), INK) for px, py, name in zip(x, y, table["name"])])
     for ridge in (1, 10, 100, 1000):
         at_x = min(high * 0.92, ax.get_ylim()[1] * 1e3 / ridge * 0.6)
         ax.text(at_x, at_x * ridge / 1e3 * 1.12, f"{ridge:,} FLOP/byte", fontsize=8, color=FAINT, ha="right", va="bottom")
