@@ -2,303 +2,302 @@
 
     s = (l - max l) / T,   keep: rank < k,  mass before < p * mass of what k left,  s >= log(min_p),   argmax of s + noise
 
-What is kept is a beginning of the tokens ordered by s (equal s: lowest id first), so nothing needs sorting:
+What is kept is a beginning of the tokens ordered by s (equal s: lowest id first), mostly a short one, so a row is read once:
 
-  - the candidate is the best s + noise of all; whether it is kept follows from the number and the mass of the tokens before
-    it, one pass. If it is not, no token behind it is either, and the next candidate is the best before it: a rejection cuts
-    away about half of what is left.
-  - top-k would reject most candidates of a flat row, and with top-p the mass of the k best is needed: so first a value that
-    exactly the k best reach is searched, among the floats in their order, by eight pivots a pass.
+  - each program takes SHARE tokens and leaves the largest logit of every GROUP of them, the sum of exp where the whole
+    row's is needed, and where its best token is.
+  - the last of a row's programs searches a value that about as many groups reach as tokens are wanted (k, or WANTED). At least
+    that many tokens reach it, and all of them are in those groups: it reads these once more and lays the tokens aside.
+  - the rest is done among them, in registers. A candidate is the best s + noise of all; whether it is kept follows from the
+    number and the mass of the tokens before it. If it is not, no token behind it is either, and the next candidate is the best
+    before it.
 
-PARTS programs share a row, 4096 tokens each, and meet after every pass: one program would have one multiprocessor's bandwidth
-for 0.5 MB a pass. They wait for one another, so all are resident (a cooperative launch), in as many groups as the device holds;
-a group takes one row after another. Where that cannot be, one program takes a row. The sums of a row are added in an order that
-does not depend on how many rows there are.
+Noise lies between -2.82 and 22.88, so no token with s below -26 can win: with a low temperature few can. Where the tokens laid
+aside do not settle a row (large k, a flat distribution under top-p, no filter at all) it stays open for filtered_search.
 
-Bytes: a row of logits a pass, 4 V, from L1 and L2; 128256 tokens 0.5 MB. Bound: a meeting's latency for few rows, else
-arithmetic.
+Nothing depends on how many rows there are: a row's programs, its sums and their order are the same in any batch.
+
+Bytes: 4 V a row, and 4 GROUP for each group read again; 128256 tokens 0.51 MB. Bound: latency for few rows, else bandwidth:
+128 rows 14 us at 4.63 TB/s.
 
 Oracle: reference_sampling.sample_from_logits, up to the rounding of sums. Twin for the interpreter: this kernel itself.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from pdlab.kernels.filtered_search import filtered_search_kernel, value_of
 from pdlab.kernels.ops import SamplingBatch
-from pdlab.kernels.projection_sample import EMPTY, gumbel, noise_key, race_key, winner
-
-_EMPTY = tl.constexpr(EMPTY)
-
-
-@triton.jit
-def _scaled(LOGITS, v, best, temperature, VOCAB: tl.constexpr):
-    """s of the tokens v; -inf past the end."""
-    return (tl.load(LOGITS + v, mask=v < VOCAB, other=float("-inf")) - best) / temperature
-
-
-@triton.jit
-def _value(ordered):
-    """The float of a place in their order: 0 is the float 0, more negative places are smaller floats (bits ^ 0x7FFFFFFF)."""
-    ordered = ordered.to(tl.int32)
-    return tl.where(ordered == 0, 0, ordered ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _meet(mine, ROOM, COUNT, turn, part, PARTS: tl.constexpr, PAD: tl.constexpr, WORDS: tl.constexpr, OTHER: tl.constexpr):
-    """What each program of a row brought, int64 [PAD, WORDS] with OTHER in lines past PARTS, and the next turn.
-
-    `mine`: int64 [WORDS]. There is room for two turns: who writes for the turn after next has seen that all came to the next
-    one, which they do when they have read this one.
-    """
-    word = tl.arange(0, WORDS)
-    line = tl.arange(0, PAD)[:, None]
-    if PARTS == 1:
-        return tl.where(line == 0, mine[None, :], OTHER), turn + 1
-    room = ROOM + turn % 2 * (PARTS * WORDS)
-    tl.store(room + part * WORDS + word, mine)
-    tl.debug_barrier()  # every thread's store comes before the release
-    tl.atomic_add(COUNT, 1, sem="acq_rel", scope="gpu")
-    while tl.atomic_add(COUNT, 0, sem="acquire", scope="gpu") < (turn + 1) * PARTS:
-        pass
-    # .cg: written by other multiprocessors during this launch
-    return tl.load(room + line * WORDS + word[None, :], mask=line < PARTS, other=OTHER, cache_modifier=".cg"), turn + 1
-
-
-@triton.jit
-def _met_best(top, ROOM, COUNT, turn, part, PARTS: tl.constexpr, PAD: tl.constexpr):
-    """The largest key of all programs of the row."""
-    word = tl.arange(0, 8)
-    mine = tl.where(word == 0, tl.max(top, 0), _EMPTY)
-    met, turn = _meet(mine, ROOM, COUNT, turn, part, PARTS, PAD, 8, _EMPTY)
-    return tl.max(tl.max(met, 1), 0), turn
-
-
-@triton.jit
-def _best(
-    LOGITS, ROOM, COUNT, turn, part, VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
-    PAD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The largest logit, as a key of the race; NaN counts as infinite."""
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    at = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
-        v = first + tl.arange(0, BLOCK)
-        logits = tl.load(LOGITS + v, mask=v < VOCAB, other=float("-inf"))
-        logits = tl.where(logits == logits, logits, float("inf"))  # NaN must show, and no comparison finds it
-        at = tl.where(logits > top, v, at)
-        top = tl.maximum(top, logits)
-    return _met_best(race_key(top, at), ROOM, COUNT, turn, part, PARTS, PAD)
-
-
-@triton.jit
-def _before(
-    LOGITS, best, temperature, s0, v0, ROOM, COUNT, turn, part, VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """How many tokens rank before (s0, v0), and their mass."""
-    count = tl.zeros((BLOCK,), tl.int32)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
-        v = first + tl.arange(0, BLOCK)
-        s = _scaled(LOGITS, v, best, temperature, VOCAB)
-        ahead = (s > s0) | ((s == s0) & (v < v0))
-        count += ahead.to(tl.int32)
-        mass += tl.where(ahead, tl.exp(s), 0.0)
-    word = tl.arange(0, 8)
-    share = tl.sum(mass, 0).to(tl.int32, bitcast=True)
-    mine = tl.where(word == 0, tl.sum(count, 0), tl.where(word == 1, share, 0)).to(tl.int64)
-    met, turn = _meet(mine, ROOM, COUNT, turn, part, PARTS, PAD, 8, 0)
-    counts = tl.where(word[None, :] == 0, met, 0)
-    shares = tl.where(word[None, :] == 1, met, 0).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.sum(tl.sum(counts, 1), 0).to(tl.int32), tl.sum(tl.sum(shares, 1), 0), turn
-
-
-@triton.jit
-def _pivot(low, high, step, PLACE: tl.constexpr, first):
-    """One of eight: -0.5, -1, -2, ... to begin with, then in equal steps of the order of floats."""
-    MAGNITUDE: tl.constexpr = -((126 + PLACE) * (1 << 23)) - 1  # of -0.5 * 2^PLACE
-    return tl.where(first, MAGNITUDE, tl.minimum(tl.minimum(low + (PLACE + 1) * step, high), 0))
-
-
-@triton.jit
-def _reaching(
-    LOGITS, best, temperature, low, high, first_pass, part, VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """int64 [8] each: pivots between low and high, and how many of this program's tokens reach them."""
-    step = (high - low + 8) // 9
-    p0 = _pivot(low, high, step, 0, first_pass)
-    p1 = _pivot(low, high, step, 1, first_pass)
-    p2 = _pivot(low, high, step, 2, first_pass)
-    p3 = _pivot(low, high, step, 3, first_pass)
-    p4 = _pivot(low, high, step, 4, first_pass)
-    p5 = _pivot(low, high, step, 5, first_pass)
-    p6 = _pivot(low, high, step, 6, first_pass)
-    p7 = _pivot(low, high, step, 7, first_pass)
-    a = tl.zeros((BLOCK,), tl.int32)  # two counts in each, of 16 bits: a program holds less than 2^15 tokens a lane
-    b = tl.zeros((BLOCK,), tl.int32)
-    c = tl.zeros((BLOCK,), tl.int32)
-    d = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
-        s = _scaled(LOGITS, first + tl.arange(0, BLOCK), best, temperature, VOCAB)
-        a += (s >= _value(p0)).to(tl.int32) + tl.where(s >= _value(p1), 65536, 0)
-        b += (s >= _value(p2)).to(tl.int32) + tl.where(s >= _value(p3), 65536, 0)
-        c += (s >= _value(p4)).to(tl.int32) + tl.where(s >= _value(p5), 65536, 0)
-        d += (s >= _value(p6)).to(tl.int32) + tl.where(s >= _value(p7), 65536, 0)
-    word = tl.arange(0, 8)
-    pair = word // 2
-    even = word % 2 == 0
-    low_half = _choose(pair, _halves(a, False, SPAN), _halves(b, False, SPAN), _halves(c, False, SPAN), _halves(d, False, SPAN))
-    high_half = _choose(pair, _halves(a, True, SPAN), _halves(b, True, SPAN), _halves(c, True, SPAN), _halves(d, True, SPAN))
-    pivots = tl.where(even, _choose(pair, p0, p2, p4, p6), _choose(pair, p1, p3, p5, p7))
-    return pivots.to(tl.int64), tl.where(even, low_half, high_half).to(tl.int64)
-
-
-@triton.jit
-def _halves(packed, UPPER: tl.constexpr, SPAN: tl.constexpr):
-    if SPAN < 32768:
-        both = tl.sum(packed, 0)  # twice in the source, once in the code
-        return both >> 16 if UPPER else both & 0xFFFF
-    else:
-        return tl.sum(packed >> 16, 0) if UPPER else tl.sum(packed & 0xFFFF, 0)
-
-
-@triton.jit
-def _choose(i, a, b, c, d):
-    return tl.where(i == 0, a, tl.where(i == 1, b, tl.where(i == 2, c, d)))
-
-
-@triton.jit
-def _cut(
-    LOGITS, best, temperature, k, ROOM, COUNT, turn, part, VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A t that k tokens reach: the largest with at least k of s >= t, or any with exactly k.
-
-    Eight pivots a pass over the order of floats. The first pass splits by magnitude; from then on a ninth of what is left
-    remains, and soon no second token lies in it: with distinct s a handful of passes, with many equal ones ten.
-    """
-    low = tl.full((), -2139095041, tl.int64)  # of -inf; count(s >= low) >= k always, count(s >= high) < k
-    high = tl.full((), 1, tl.int64)
-    held = tl.full((), VOCAB, tl.int64)  # count(s >= low)
-    fresh = tl.full((), 1, tl.int32)
-    while (high - low > 1) & (held != k):
-        pivots, mine = _reaching(LOGITS, best, temperature, low, high, fresh == 1, part, VOCAB, BLOCK, SPAN, STAGES)
-        fresh = tl.full((), 0, tl.int32)
-        met, turn = _meet(mine, ROOM, COUNT, turn, part, PARTS, PAD, 8, 0)
-        counts = tl.sum(met, 0)
-        enough = (counts >= k) & (pivots < high)
-        high = tl.minimum(high, tl.min(tl.where((counts < k) & (pivots < high), pivots, high), 0))
-        held = tl.minimum(held, tl.min(tl.where(enough, counts, held), 0))
-        low = tl.maximum(low, tl.max(tl.where(enough, pivots, low), 0))
-    return _value(low), turn
-
-
-@triton.jit
-def _candidate(
-    LOGITS, best, temperature, key1, key2, floor, s0, v0, ROOM, COUNT, turn, part, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-    SPAN: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The best s + noise among tokens that rank before (s0, v0) and are not below `floor`."""
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    at = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, VOCAB), BLOCK, num_stages=STAGES):
-        v = first + tl.arange(0, BLOCK)
-        s = _scaled(LOGITS, v, best, temperature, VOCAB)
-        keep = ((s > s0) | ((s == s0) & (v < v0))) & (s >= floor) & (v < VOCAB)
-        noisy = tl.where(keep, s + gumbel(v, key1, key2), float("-inf"))
-        at = tl.where(noisy > top, v, at)
-        top = tl.maximum(top, noisy)
-    return _met_best(race_key(top, at), ROOM, COUNT, turn, part, PARTS, PAD)
-
-
-@triton.jit
-def _sample_row(
-    LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, ROOM, COUNT, turn, part, row,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The token of a row, and the next turn."""
-    LOGITS += row.to(tl.int64) * VOCAB
-    key, turn = _best(LOGITS, ROOM, COUNT, turn, part, VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES)
-    token = winner(key)
-    temperature = tl.load(TEMPERATURE + row)
-    if (token >= 0) & (temperature > 0):
-        best_token = token
-        best = tl.load(LOGITS + token)
-        k, p, min_p = tl.load(TOP_K + row), tl.load(TOP_P + row), tl.load(MIN_P + row)
-        k = tl.where((k > 0) & (k < VOCAB), k, VOCAB)
-        key1, key2 = noise_key(tl.load(SEED + row), tl.load(POSITION + row))
-        floor = tl.where(min_p > 0, tl.log(min_p), float("-inf"))
-        s0 = tl.full((), float("-inf"), tl.float32)
-        v0 = tl.full((), VOCAB, tl.int32)
-        if k < VOCAB:
-            s0, turn = _cut(
-                LOGITS, best, temperature, k, ROOM, COUNT, turn, part, VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES
-            )  # fmt: skip
-        mass = tl.full((), 0.0, tl.float32)
-        if p < 1:
-            ahead, mass, turn = _before(
-                LOGITS, best, temperature, s0, 0, ROOM, COUNT, turn, part, VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES
-            )  # fmt: skip
-            mass += (k - ahead).to(tl.float32) * tl.exp(s0)  # of those equal to s0 as many as k leaves room for
-        searching = k > 0
-        while searching:
-            key, turn = _candidate(
-                LOGITS, best, temperature, key1, key2, floor, s0, v0, ROOM, COUNT, turn, part,
-                VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES,
-            )  # fmt: skip
-            token = winner(key)
-            token = tl.where(token >= 0, token, best_token)  # nothing before the last one: the best itself is always kept
-            s0 = (tl.load(LOGITS + token) - best) / temperature
-            v0 = token.to(tl.int32)
-            rank, before, turn = _before(
-                LOGITS, best, temperature, s0, v0, ROOM, COUNT, turn, part, VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES
-            )  # fmt: skip
-            searching = (rank > 0) & ((rank >= k) | ((p < 1) & (before >= p * mass)))
-    return token, turn
-
-
-@triton.jit(do_not_specialize=["rows"])
-def filtered_sample_kernel(
-    LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, TOKENS, ROOM, COUNT, rows,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    part = tl.program_id(0) % PARTS
-    group = tl.program_id(0) // PARTS
-    ROOM += group * (2 * PARTS * 8)
-    COUNT += group * 2
-    turn = tl.full((), 0, tl.int32)
-    row = group
-    while row < rows:
-        token, turn = _sample_row(
-            LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, ROOM, COUNT, turn, part, row,
-            VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES,
-        )  # fmt: skip
-        if part == 0:
-            tl.store(TOKENS + row, token)
-        row += tl.num_programs(0) // PARTS
-    if PARTS > 1 and tl.atomic_add(COUNT + 1, 1, sem="acq_rel", scope="gpu") == PARTS - 1:  # nobody looks at it any more
-        tl.store(COUNT, 0)
-        tl.store(COUNT + 1, 0)
-
+from pdlab.kernels.projection_sample import EMPTY, gumbel, noise_key, race_key, score_of, winner
 
 SHARE = 4096  # tokens of one of a row's programs
+GROUP = 32  # tokens of which the largest logit is left: a line of L2
+AT_ONCE = tl.constexpr(64)  # groups read again
+WANTED = tl.constexpr(256)  # tokens laid aside where no k says how many
+MOST_WANTED = tl.constexpr(640)  # a larger k does not say it either, nor one of more than half the groups
+ASIDE = tl.constexpr(1024)  # room for them: a group may hold several
 RESIDENT = 4  # programs of a row that a multiprocessor holds, at least
+LOOKING: dict[str, int] = {"num_warps": 4}
+DECIDING: dict[str, int] = {"num_warps": 8, "maxnreg": 255}  # left alone, the compiler spills to make room for a second program
+MOST_ROWS = 512  # of one launch
+_EMPTY = tl.constexpr(EMPTY)
+_HIGHEST_NOISE = tl.constexpr(22.9)
+_UNREACHABLE = tl.constexpr(-26.0)  # the lowest noise and the highest lie less far apart
+
+
+@triton.jit
+def _from_room(at, mask, other):
+    """float32 that was left as bits."""
+    bits = tl.load(at, mask=mask, other=0, cache_modifier=".cg")
+    return tl.where(mask, bits.to(tl.float32, bitcast=True), other)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def row_tops_kernel(
+    LOGITS, TEMPERATURE, TOP_K, TOP_P, ROOM, first_row,
+    VOCAB: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a row and SHARE tokens. int32 ROOM, WORDS a row, gets the largest logit of each group; of all of a program's
+    tokens the largest, where it is, and the mass. Floats as their bits."""
+    GROUPS: tl.constexpr = SHARE // GROUP
+    here = tl.program_id(0) // PARTS
+    row = first_row + here
+    part = tl.program_id(0) % PARTS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    g = tl.arange(0, GROUPS)
+    v = part * SHARE + g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logits = tl.load(LOGITS + row.to(tl.int64) * VOCAB + v, mask=v < VOCAB, other=float("-inf"))
+    temperature, p, k = tl.load(TEMPERATURE + row), tl.load(TOP_P + row), tl.load(TOP_K + row)
+    logits = tl.where(logits == logits, logits, float("inf"))  # NaN must show, and no comparison finds it
+    tops = tl.max(logits, 1)
+    top = tl.max(tops, 0)
+    at = tl.min(tl.min(tl.where(logits == top, v, VOCAB), 1), 0)
+    mass = tl.full((), 0.0, tl.float32)
+    if ((k <= 0) | (k >= VOCAB)) & (p < 1) & (temperature > 0):
+        mass = tl.sum(tl.sum(tl.where(logits > float("-inf"), tl.exp((logits - top) / temperature), 0.0), 1), 0)
+    ROOM += here * WORDS
+    tl.store(ROOM + part * GROUPS + g, tops.to(tl.int32, bitcast=True))
+    own = ROOM + 2 * PAD * GROUPS + part
+    tl.store(own, top.to(tl.int32, bitcast=True))
+    tl.store(own + PAD, at)
+    tl.store(own + 2 * PAD, mass.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _reached_by(tops, best, want, lowest):
+    """A value not below `lowest` that at least `want` of `tops` reach, and few more; or the lowest of both."""
+    low = tl.maximum(tl.min(tl.where(tops > float("-inf"), tops, float("inf")), 0), lowest)
+    high = best
+    held = tl.sum((tops >= low).to(tl.int32), 0)
+    step = tl.full((), 0, tl.int32)
+    while (held > want + want // 8) & (step < 32):
+        middle = 0.5 * low + 0.5 * high
+        count = tl.sum((tops >= middle).to(tl.int32), 0)
+        enough = count >= want
+        low = tl.where(enough, middle, low)
+        held = tl.where(enough, count, held)
+        high = tl.where(enough, high, middle)
+        step += 1
+    return low
+
+
+@triton.jit
+def _lay_aside(LOGITS, LIST, FOUND, tops, cut, VOCAB: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr):
+    """Puts the tokens whose logits reach `cut` into FOUND, by their ids: logits, then ids. How many there are; more than ASIDE
+    where there is no room for them. `tops` [ROW] of the groups; LIST: room for as many."""
+    g = tl.arange(0, ROW)
+    hot = (tops >= cut).to(tl.int32)
+    groups = tl.sum(hot, 0)
+    held = tl.where(groups > ASIDE, ASIDE + 1, 0)
+    if held == 0:
+        tl.store(LIST + tl.cumsum(hot, 0) - 1, g, mask=hot > 0)
+        tl.debug_barrier()
+        for first in range(0, groups, AT_ONCE):
+            i = first + tl.arange(0, AT_ONCE)
+            group = tl.load(LIST + i, mask=i < groups, other=0, cache_modifier=".cg")
+            v = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            logits = tl.load(LOGITS + v, mask=(i < groups)[:, None] & (v < VOCAB), other=float("-inf"))
+            reach = (logits >= cut).to(tl.int32)
+            count = tl.sum(reach, 1)
+            at = held + (tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(reach, 1) - 1
+            room = (reach > 0) & (at < ASIDE)
+            tl.store(FOUND + at, logits.to(tl.int32, bitcast=True), mask=room)
+            tl.store(FOUND + ASIDE + at, v, mask=room)
+            held += tl.sum(count, 0)
+        tl.debug_barrier()
+    return held
+
+
+@triton.jit
+def _reached_by_exactly(s, known, count, k):
+    """A value that exactly k of the `count` known s reach, or the largest that more do. k is not above `count`."""
+    bits = s.to(tl.int32, bitcast=True)
+    place = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    low = tl.min(tl.where(known, place, 0), 0)
+    high = tl.full((), 1, tl.int32)
+    held = count
+    while (high - low > 1) & (held != k):
+        middle = low + (high - low) // 2
+        reach = tl.sum((known & (place >= middle)).to(tl.int32), 0)
+        enough = reach >= k
+        low = tl.where(enough, middle, low)
+        held = tl.where(enough, reach, held)
+        high = tl.where(enough, high, middle)
+    return value_of(low)
+
+
+@triton.jit
+def _settle(s, v, known, k, p, floor, whole, edge, all_known, best_token, key1, key2, VOCAB: tl.constexpr):
+    """(token, whether it is certain) of a row of which the tokens with s > edge are `known`; with `all_known` no other can win.
+
+    `whole`: mass of the row, float64, where k is VOCAB.
+    """
+    mass = tl.where(known, tl.exp(s), 0.0).to(tl.float64)
+    count = tl.sum(known.to(tl.int32), 0)
+    known_mass = tl.sum(mass, 0)
+    last = tl.full((), float("-inf"), tl.float32)
+    total = known_mass  # with all known, the others weigh less than a sum's rounding
+    if k <= count:
+        last = _reached_by_exactly(s, known, count, k)
+        ahead = known & (s > last)
+        equal = (k - tl.sum(ahead.to(tl.int32), 0)).to(tl.float64)  # as many as k leaves room for
+        total = tl.sum(tl.where(ahead, mass, 0.0), 0) + equal * tl.exp(last).to(tl.float64)
+    total = tl.where(k < VOCAB, total, whole)
+    limit = tl.where(p < 1, p.to(tl.float64) * total, float("inf"))
+    noisy = s + gumbel(v, key1, key2)
+    alive = known & (s >= last) & (s >= floor)
+    s0 = tl.full((), float("-inf"), tl.float32)
+    v0 = tl.full((), VOCAB, tl.int32)
+    token = best_token
+    key = tl.full((), _EMPTY, tl.int64)
+    searching = count > 0
+    while searching:
+        ahead = (s > s0) | ((s == s0) & (v < v0))
+        key = tl.max(tl.where(alive & ahead, race_key(noisy, v), _EMPTY), 0)
+        token = winner(key)
+        token = tl.where(token >= 0, token, best_token)  # nothing before the last one: the best itself is always kept
+        v0 = token.to(tl.int32)
+        s0 = tl.max(tl.where(known & (v == v0), s, float("-inf")), 0)
+        ahead = known & ((s > s0) | ((s == s0) & (v < v0)))
+        rank = tl.sum(ahead.to(tl.int32), 0)
+        searching = (rank > 0) & ((rank >= k) | (tl.sum(tl.where(ahead, mass, 0.0), 0) >= limit))
+    # what is not known ranks behind: is none of it kept, or beaten whatever its noise?
+    settled = all_known | (k <= count) | (known_mass >= limit) | (floor > edge) | (score_of(key) >= edge + _HIGHEST_NOISE)
+    weighed = (p >= 1) | (k == VOCAB) | (k <= count) | all_known
+    return token, settled & weighed & (count > 0)
+
+
+@triton.jit
+def _decide(
+    LOGITS, ROOM, temperature, k, p, min_p, SEED, POSITION,
+    VOCAB: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """(the token of a row of which all programs have left what they know, whether that is certain); else where its best is."""
+    ROW: tl.constexpr = PAD * (SHARE // GROUP)
+    part = tl.arange(0, PAD)
+    g = tl.arange(0, ROW)
+    tops = _from_room(ROOM + g, g < PARTS * (SHARE // GROUP), float("-inf"))
+    own = ROOM + 2 * ROW + part
+    top = _from_room(own, part < PARTS, float("-inf"))
+    at = tl.load(own + PAD, mask=part < PARTS, other=0, cache_modifier=".cg")
+    key = tl.max(race_key(top, at), 0)
+    token = winner(key)
+    certain = (token < 0) | (temperature <= 0)
+    if certain == 0:
+        best = score_of(key)
+        share = _from_room(own + 2 * PAD, part < PARTS, 0.0)
+        rest = tl.where(top > float("-inf"), tl.exp((top - best) / temperature), 0.0)
+        whole = tl.sum(share.to(tl.float64) * rest.to(tl.float64), 0)
+        floor = tl.where(min_p > 0, tl.log(min_p), float("-inf"))
+        # below this none can win; where k and p meet, the mass of those below min_p counts
+        reach = tl.where((k < VOCAB) & (p < 1), _UNREACHABLE, tl.minimum(tl.maximum(floor, _UNREACHABLE), 0.0)) * temperature
+        lowest = best + reach - 1e-6 * (tl.abs(best) + tl.abs(reach))
+        # where most groups are wanted, what the last of them reaches lies low, and many more reach it
+        MOST: tl.constexpr = min(MOST_WANTED, VOCAB // GROUP // 2)
+        want = tl.where(k <= MOST, k, min(WANTED, VOCAB // GROUP // 4))
+        low = _reached_by(tops, best, want, lowest)
+        cut = low - 1e-6 * (tl.abs(best) + tl.abs(low))
+        found = ROOM + 2 * ROW + 3 * PAD
+        held = _lay_aside(LOGITS, ROOM + ROW, found, tops, cut, VOCAB, GROUP, ROW)
+        if held <= ASIDE:
+            i = tl.arange(0, ASIDE)
+            s = (_from_room(found + i, i < held, float("-inf")) - best) / temperature
+            v = tl.load(found + ASIDE + i, mask=i < held, other=VOCAB, cache_modifier=".cg")
+            edge = (cut - best) / temperature  # all that are above are known, of those equal perhaps not
+            known = (i < held) & (s > edge)
+            key1, key2 = noise_key(tl.load(SEED), tl.load(POSITION))
+            drawn, certain = _settle(s, v, known, k, p, floor, whole, edge, low <= lowest, token, key1, key2, VOCAB)
+            token = tl.where(certain, drawn, token)
+    return token, certain
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def filtered_sample_kernel(
+    LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, TOKENS, ROOM, OPEN, first_row,
+    VOCAB: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a row. ROOM as row_tops_kernel has left it, with room for a list of groups and ASIDE tokens; OPEN as
+    filtered_search_kernel takes it."""
+    here = tl.program_id(0)
+    row = first_row + here
+    temperature, p, min_p = tl.load(TEMPERATURE + row), tl.load(TOP_P + row), tl.load(MIN_P + row)
+    k = tl.load(TOP_K + row)
+    k = tl.where((k > 0) & (k < VOCAB), k, VOCAB)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token, certain = _decide(
+        LOGITS + row.to(tl.int64) * VOCAB, ROOM + here * WORDS, temperature, k, p, min_p, SEED + row, POSITION + row,
+        VOCAB, SHARE, GROUP, PARTS, PAD,
+    )  # fmt: skip
+    tl.store(TOKENS + row, token)
+    if certain == 0:
+        tl.store(OPEN + 2 + tl.atomic_add(OPEN, 1, sem="relaxed", scope="gpu"), row)
 
 
 class Meeting:
-    """Where programs of a row meet; as it was between launches, which must not run at the same time.
+    """What filtered_sample's launches leave for one another; as it was between calls, which must not run at the same time.
 
-    `programs`: how many the device holds at once.
+    `programs`: how many of filtered_search's the device holds at once; too few for one row: each takes a row by itself.
     """
 
     def __init__(self, device: torch.device | str, programs: int) -> None:
         self.programs = programs
-        self.room = torch.zeros(16 * programs, dtype=torch.int64, device=device)
-        self.count = torch.zeros(2 * programs, dtype=torch.int32, device=device)
+        self.room = torch.zeros(max(16, 16 * programs), dtype=torch.int64, device=device)
+        self.count = torch.zeros(max(2, 2 * programs), dtype=torch.int32, device=device)
+        self.open = torch.zeros(2 + MOST_ROWS, dtype=torch.int32, device=device)
+        # programmatic dependent launch: Hopper and later
+        self.pdl = self.open.is_cuda and torch.cuda.get_device_capability(self.open.device) >= (9, 0)
+
+
+def search_tile(vocab: int, programs: int, share: int = SHARE) -> tuple[dict[str, int], dict[str, Any]]:
+    """filtered_search's compile-time arguments, and its launch's."""
+    parts = triton.cdiv(vocab, share)
+    if programs < parts or parts == 1:
+        block = min(2048, triton.next_power_of_2(vocab))
+        tile = {"BLOCK": block, "SPAN": triton.cdiv(vocab, block) * block, "PARTS": 1, "PAD": 1, "STAGES": 4}
+        return tile, {"num_warps": 8 if block >= 2048 else 4}
+    tile = {"BLOCK": min(256, share), "SPAN": share, "PARTS": parts, "PAD": triton.next_power_of_2(parts), "STAGES": 1}
+    return tile, {"num_warps": 4, "maxnreg": 65536 // 128 // RESIDENT, "launch_cooperative_grid": True}
+
+
+def sample_tile(vocab: int, share: int = SHARE, pdl: bool = False) -> dict[str, Any]:
+    """The compile-time arguments that row_tops and filtered_sample share."""
+    parts = triton.cdiv(vocab, share)
+    pad = triton.next_power_of_2(parts)
+    group = min(GROUP, share // 16)
+    words = 2 * pad * (share // group) + 3 * pad + 2 * ASIDE.value
+    tile = {"VOCAB": vocab, "SHARE": share, "GROUP": group, "PARTS": parts, "PAD": pad, "WORDS": words, "PDL": pdl}
+    return tile | ({"launch_pdl": True} if pdl else {})
 
 
 def filtered_sample(
@@ -306,22 +305,23 @@ def filtered_sample(
 ) -> torch.Tensor:
     """Tokens i64[S] of float32 logits [S, V], contiguous, with each row's own filters; temperature 0 is greedy.
 
-    Rows are shared by programs of `share` tokens where `meeting` is given and has room for one row's.
+    A row whose largest logit is NaN or infinite gets token -1. `meeting` None: one for this call. `share`: tokens of one of a
+    row's programs, a power of two from 16 on.
     """
     rows, vocab = logits.shape
+    meeting = Meeting(logits.device, 0) if meeting is None else meeting
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    parts = triton.cdiv(vocab, share)
-    if meeting is None or meeting.programs < parts or parts == 1:
-        block = min(2048, triton.next_power_of_2(vocab))
-        tile = {"BLOCK": block, "SPAN": triton.cdiv(vocab, block) * block, "PARTS": 1, "PAD": 1, "STAGES": 4}
-        launch = {"num_warps": 8 if block >= 2048 else 4}
-        groups, room, count = rows, tokens, tokens
-    else:
-        groups, room, count = min(rows, meeting.programs // parts), meeting.room, meeting.count
-        tile = {"BLOCK": min(256, share), "SPAN": share, "PARTS": parts, "PAD": triton.next_power_of_2(parts), "STAGES": 1}
-        launch = {"num_warps": 4, "maxnreg": 65536 // 128 // RESIDENT, "launch_cooperative_grid": True}
-    filtered_sample_kernel[(groups * tile["PARTS"],)](
-        logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, sampling.position, tokens,
-        room, count, rows, VOCAB=vocab, **tile, **launch,
-    )  # fmt: skip
+    tile = sample_tile(vocab, share, meeting.pdl)
+    room = torch.empty(min(rows, MOST_ROWS) * tile["WORDS"], dtype=torch.int32, device=logits.device)
+    search, launch = search_tile(vocab, meeting.programs, share)
+    t, k, p = sampling.temperature, sampling.top_k, sampling.top_p
+    given = (logits, t, k, p, sampling.min_p, sampling.seed, sampling.position, tokens)
+    for first in range(0, rows, MOST_ROWS):
+        here = min(MOST_ROWS, rows - first)
+        groups = here if search["PARTS"] == 1 else min(here, meeting.programs // search["PARTS"])
+        row_tops_kernel[(here * tile["PARTS"],)](logits, t, k, p, room, first, **tile, **LOOKING)
+        filtered_sample_kernel[(here,)](*given, room, meeting.open, first, **tile, **DECIDING)
+        filtered_search_kernel[(groups * search["PARTS"],)](
+            *given, meeting.open, meeting.room, meeting.count, VOCAB=vocab, **search, **launch
+        )
     return tokens

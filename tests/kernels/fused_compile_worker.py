@@ -17,7 +17,16 @@ from compile_worker import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pdlab.kernels.filtered_sample import RESIDENT, SHARE, filtered_sample_kernel
+from pdlab.kernels.filtered_sample import (
+    DECIDING,
+    LOOKING,
+    RESIDENT,
+    filtered_sample_kernel,
+    row_tops_kernel,
+    sample_tile,
+    search_tile,
+)
+from pdlab.kernels.filtered_search import filtered_search_kernel
 from pdlab.kernels.norm_product import GELU, SWIGLU, norm_product_kernel
 from pdlab.kernels.norm_qkv_rope import norm_qkv_rope_kernel
 from pdlab.kernels.product_tiles import ProductTile, columns_of, product_tile, ring_rule
@@ -71,15 +80,18 @@ def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, A
         return rope_rows_kernel, shape | {"HALF_PAD": half, "BLOCK": 16, "NORMED": c.qk_norm, "PDL": False, "num_warps": 4}, {}
     if kernel == "silu_product":
         return silu_product_kernel, {"F": c.ffn_size, "BLOCK": 2048, "num_warps": 4}, {}
-    types = {"LOGITS": "*fp32", "ROOM": "*i64"}
-    if kernel == "filtered_sample_alone":
-        block, wide = 2048, triton.next_power_of_2(c.vocab_size)
-        fixed = {"VOCAB": c.vocab_size, "BLOCK": block, "SPAN": wide, "PARTS": 1, "PAD": 1, "STAGES": 4, "num_warps": 8}
-        return filtered_sample_kernel, fixed, types
-    parts = triton.cdiv(c.vocab_size, SHARE)
-    fixed = {"VOCAB": c.vocab_size, "BLOCK": 256, "SPAN": SHARE, "PARTS": parts, "PAD": triton.next_power_of_2(parts)}
-    launch = {"num_warps": 4, "maxnreg": 65536 // 128 // RESIDENT, "launch_cooperative_grid": True}
-    return filtered_sample_kernel, fixed | {"STAGES": 1} | launch, types
+    return filter_job(kernel, c.vocab_size)
+
+
+def filter_job(kernel: str, vocab: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """As `job`, for the filters on float32 logits: without programmatic dependent launch, which all generations compile."""
+    if kernel in ("row_tops", "filtered_sample"):
+        types = {"LOGITS": "*fp32", "ROOM": "*i32", "OPEN": "*i32"}
+        if kernel == "row_tops":
+            return row_tops_kernel, sample_tile(vocab) | LOOKING, types
+        return filtered_sample_kernel, sample_tile(vocab) | DECIDING, types
+    tile, launch = search_tile(vocab, 0 if kernel == "filtered_search_alone" else 100 * RESIDENT)
+    return filtered_search_kernel, {"VOCAB": vocab} | tile | launch, {"LOGITS": "*fp32", "ROOM": "*i64", "OPEN": "*i32"}
 
 
 def wide_job(c: Any, batch: int) -> tuple[Any, dict[str, Any], dict[str, str]]:

@@ -71,8 +71,12 @@ def sampled(seed: int, rows: int, vocab: int, hidden: int, tile: dict[str, Any],
     return answer
 
 
-def filtered(seed: int, rows: int, vocab: int, ties: bool, meeting: Meeting | None = None, **filters: Any) -> list[list[int]]:
-    """Tokens of the filter kernel and of the oracle."""
+def filtered(
+    seed: int, rows: int, vocab: int, ties: bool, meeting: Meeting | None = None, bad: bool = False, share: int = 64,
+    most: int | None = None, **filters: Any,
+) -> list[list[int]]:  # fmt: skip
+    """Tokens of the filter kernels and of the oracle. `bad`: rows 1 to 3 have NaN, nothing, and infinity; row 4 is banned
+    almost everywhere. `most`: rows of a launch."""
     _, _, sampling = sampling_case(seed, rows, vocab, 8)
     for name, values in filters.items():
         column = getattr(sampling, name)
@@ -81,7 +85,48 @@ def filtered(seed: int, rows: int, vocab: int, ties: bool, meeting: Meeting | No
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
     if ties:
         logits = logits.round()
-    return [filtered_sample(logits, sampling, meeting, share=64).tolist(), sample_from_logits(logits, sampling).tokens.tolist()]
+    if bad:
+        logits[1, 20], logits[2], logits[3, 5] = torch.nan, -torch.inf, torch.inf
+        logits[4, 7:] = -torch.inf
+    module = sys.modules[filtered_sample.__module__]
+    plain, module.MOST_ROWS = module.MOST_ROWS, most or module.MOST_ROWS
+    try:
+        mine = filtered_sample(logits, sampling, meeting, share)
+    finally:
+        module.MOST_ROWS = plain
+    return [mine.tolist(), sample_from_logits(logits, sampling).tokens.tolist()]
+
+
+class Watched:
+    """A kernel whose launches are seen: which rows filtered_sample leaves open for it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.open: list[int] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*given: Any, **fixed: Any) -> None:
+            held = given[8]
+            self.open += sorted(held[2 : 2 + int(held[0])].tolist())
+            self.kernel[grid](*given, **fixed)
+
+        return launch
+
+
+def left_open(**arguments: Any) -> list[list[int]]:
+    """As `filtered`, and the rows that whole passes were needed for."""
+    module = sys.modules[filtered_sample.__module__]
+    watched = Watched(module.filtered_search_kernel)
+    module.filtered_search_kernel = watched
+    try:
+        return [*filtered(**arguments), watched.open]
+    finally:
+        module.filtered_search_kernel = watched.kernel
+
+
+def left(meeting: Meeting) -> list[int]:
+    """What a call leaves for the next, where that matters."""
+    return [*meeting.count.tolist(), *meeting.open[:2].tolist()]
 
 
 def filtered_together(seed: int, rows: int, vocab: int, ties: bool, groups: int, **filters: Any) -> list[list[int]]:
@@ -92,7 +137,7 @@ def filtered_together(seed: int, rows: int, vocab: int, ties: bool, groups: int,
         parts = -(-vocab // 64)
         meeting = Meeting("cpu", groups * parts)
         answers = filtered(seed, rows, vocab, ties, meeting=meeting, **filters)
-        return [*answers, *filtered(seed, rows, vocab, ties, meeting=meeting, **filters), meeting.count.tolist()]
+        return [*answers, *filtered(seed, rows, vocab, ties, meeting=meeting, **filters), left(meeting)]
     finally:
         interpreter.interpreter_builder.create_atomic_rmw, interpreter.GridExecutor.__init__ = plain
 
@@ -110,7 +155,7 @@ def contest_kernel(LOGITS, HASHES, TEMPERATURE, BEST, SCORES, ROOM, COUNT: tl.co
 def contested(temperature: float, scale: float) -> list[int]:
     """Of 2^16 scores, bars at the highest ones in turn: (wrongly ruled out, let in, not below the bar)."""
     g = torch.Generator().manual_seed(3)
-    logits = scale * torch.randn(1 << 16, generator=g)
+    logits = 3 * torch.randn(1 << 16, generator=g)
     hashes = torch.randint(0, 1 << 32, (1 << 16,), generator=g)
     hashes[:8] = torch.tensor([0, 1, 2, 255, (1 << 32) - 1, (1 << 32) - 2, 1 << 31, (1 << 28) - 1])
     scores, left = torch.empty(1 << 16), torch.empty(1 << 16)
@@ -155,7 +200,7 @@ def ends(ids: list[int], rows: list[int], last: list[int], tokens: list[int], le
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    calls = {f.__name__: f for f in (operations, rows, sampled, filtered, filtered_together, contested, noise, ends)}
+    calls = {f.__name__: f for f in (operations, rows, sampled, filtered, filtered_together, left_open, contested, noise, ends)}
     for line in sys.stdin:
         request = json.loads(line)
         try:

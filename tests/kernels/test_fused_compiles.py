@@ -18,7 +18,8 @@ import pdlab.kernels  # noqa: E402
 
 PRODUCTS = ("norm_qkv_rope", "out_residual", "norm_mlp_up", "down_residual", "projection_sample")
 RINGS = ("ring_norm_product", "ring_norm_qkv_rope", "ring_residual_product", "ring_project")
-ROWS = ("norm_rows", "rope_rows", "silu_product", "filtered_sample", "filtered_sample_alone")
+FILTERS = ("row_tops", "filtered_sample", "filtered_search", "filtered_search_alone")
+ROWS = ("norm_rows", "rope_rows", "silu_product", *FILTERS)
 GENERATIONS = ((8, 0), (8, 9), (9, 0))
 SHIPPED = [(name, (9, 0), "llama-1b", batch) for name in PRODUCTS for batch in (1, 32)]
 SHIPPED += [("norm_mlp_up", capability, "llama-3-8b", batch) for capability in ((8, 0), (8, 9)) for batch in (1, 64)]
@@ -35,6 +36,7 @@ RARE += [("projection_sample", capability, "llama-3-8b", batch) for capability i
 RARE += [("projection_sample_hopper", (9, 0), model, batch) for model in ("llama-3-8b", "qwen3-0.6b") for batch in (100, 128)]
 RARE += [(name, (9, 0), model, 1) for name in RINGS for model in ("llama-2-7b", "llama-3-8b", "qwen3-0.6b")]
 RARE += [(name, capability, "gpt2-xl", 1) for name in ROWS for capability in GENERATIONS]
+RARE += [(name, capability, "llama-3-8b", 1) for name in FILTERS for capability in GENERATIONS]
 pytestmark = pytest.mark.xdist_group("compiled_fused")  # one process fills the cache for all
 RESERVED = 1024  # bytes of each block's shared memory that CUDA keeps (CUDA programming guide, compute capabilities)
 

@@ -121,6 +121,41 @@ def test_programs_that_share_a_row_keep_what_the_oracle_keeps(ask: Ask, ties: bo
     assert not any(left), "nothing is left of a launch that the next would take for its own"
 
 
+def test_rows_without_a_finite_maximum_are_marked_and_banned_tokens_never_drawn(ask: Ask) -> None:
+    filters = {"top_k": [5, 0], "top_p": [0.9, 1.0, 0.5], "temperature": [0.8, 0.0]}
+    for rows_open in (0, 1):  # settled at once, and by whole passes: k beyond what is laid aside
+        more = {"top_k": [290]} if rows_open else {}
+        mine, oracle = ask("filtered", seed=6, rows=7, vocab=301, ties=False, bad=True, **filters | more)
+        assert mine == oracle
+        assert [i for i, token in enumerate(mine) if token < 0] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("filters", "opened"),
+    [
+        pytest.param({"top_k": [1, 40, 300, 640], "top_p": [1.0, 0.9], "min_p": [0.0, 0.0, 0.2]}, [], id="k of all sizes"),
+        pytest.param({"top_k": [0], "top_p": [0.7, 0.5], "temperature": [0.4]}, [], id="p of peaked rows"),
+        pytest.param({"min_p": [0.05, 0.3]}, [], id="min-p"),
+        pytest.param({"temperature": [0.05, 0.0]}, [], id="no filter-so cold that few can win"),
+        pytest.param({"top_k": [50, 900], "top_p": [0.9], "temperature": [0.02]}, [], id="fewer than k that can win"),
+        pytest.param(
+            {"top_k": [0], "top_p": [0.99], "temperature": [9.0]}, [0, 1, 2, 3, 4, 5], id="p of flat rows-whole passes"
+        ),
+        pytest.param({"top_k": [50, 900], "top_p": [0.9], "temperature": [0.8]}, [1, 3, 5], id="large k-whole passes"),
+    ],
+)
+def test_only_long_beginnings_take_passes_over_whole_rows(ask: Ask, filters: dict[str, list[float]], opened: list[int]) -> None:
+    mine, oracle, found = ask("left_open", seed=2, rows=6, vocab=5003, ties=False, share=1024, **filters)
+    assert mine == oracle
+    assert found == opened
+
+
+def test_more_rows_than_a_launch_takes(ask: Ask) -> None:
+    filters = {"top_k": [9, 0, 3], "top_p": [0.6, 1.0], "min_p": [0.0, 0.0, 0.1, 0.0]}
+    mine, oracle = ask("filtered", seed=8, rows=11, vocab=137, ties=False, most=4, **filters)
+    assert mine == oracle
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 0.05, 0.8, 3.0, 1e4])
 @pytest.mark.parametrize("scale", [0.1, 3.0, 1000.0])
 def test_no_score_that_reaches_the_best_is_ruled_out_by_its_bound(ask: Ask, temperature: float, scale: float) -> None:
