@@ -92,6 +92,21 @@ def compare(a: str, b: str, experiment: str | None = None, extra: Path | None = 
     return pd.DataFrame(rows, columns=columns)
 
 
+def side_by_side(rows: Iterable[dict[str, Any]], a: str, b: str) -> pd.DataFrame:
+    """The rows that both devices have as a table to be read in a notebook: text, and an en dash where no floor was recorded."""
+    import pandas as pd
+
+    lines = []
+    for r in filter(_shared, rows):
+        shares = ["–" if r[side] is None else f"{100 * r[side]:.0f} %" for side in ("a_roofline", "b_roofline")]
+        settings = ", ".join(f"{name} {value}" for name, value in sorted(r["params"].items()))
+        what = f"{r['experiment']}: {r['variant']}, {r['metric']}" + ("" if r["kind"] == "measured" else f" ({r['kind']})")
+        numbers = [f"{r[side]:.4g}" if r[side] is not None else "–" for side in ("a", "b", "ratio")]
+        lines.append([what, settings, *numbers[:2], r["unit"], numbers[2], *shares])
+    columns = ["measurement", "settings", a, f"{b} ", "unit", "ratio", f"{a}, of its roofline", f"{b}, of its roofline "]
+    return pd.DataFrame(lines, columns=columns)
+
+
 def render(rows: list[dict[str, Any]], a: str, b: str, *, everything: bool = False) -> str:
     """A table for people of the rows that both devices have, or with `everything` of all; shares of the roofline in percent.
 

@@ -168,6 +168,16 @@ def test_what_both_devices_have_comes_first_and_people_see_the_rest_only_when_th
     assert "--all" not in everything
 
 
+def test_a_table_for_notebooks_tells_rows_apart_by_variant_and_settings(places: Path) -> None:
+    for device in ("cpu-a", "cpu-b"):
+        _rows(places, device, {"latency": 10.0, "floor_latency": 5.0, f"only_{device}": 1.0})
+    table = compare.side_by_side(compare.compare_rows("cpu-a", "cpu-b"), "cpu-a", "cpu-b")
+    (row,) = table.to_numpy().tolist()
+    assert row == ["attention: ours, latency", "batch 1", "10", "10", "ms", "1", "50 %", "50 %"]
+    assert len(set(table.columns)) == len(table.columns)
+    assert len(compare.side_by_side(compare.compare_rows("cpu-a", "cpu-a"), "cpu-a", "cpu-a").columns) == 8
+
+
 def test_two_devices_with_nothing_in_common_are_told_so(places: Path) -> None:
     _rows(places, "cpu-a", {"latency": 10.0})
     _rows(places, "cpu-b", {"bandwidth": 2.0})

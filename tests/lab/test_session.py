@@ -302,3 +302,22 @@ def test_stamping_renews_badge_and_setup_cell_and_nothing_else(tmp_path: Path) -
     cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"]]
     assert cells == [place.badge("solutions/01_x.ipynb") + "\n# Title", place.SETUP_CELL, "x = 1"]
     assert not place.stamp(path, tmp_path)
+
+
+def test_publishing_writes_the_name_into_links_and_the_clone_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "README.md"
+    colab = "https://colab.research.google.com/github/{}/blob/main/notebooks/00.ipynb"
+    text = f"git clone https://github.com/{{}} pdlab && cd pdlab\n[badge]({colab}) https://github.com/another/project\n"
+    page.write_text(text.format("OWNER/REPO", "OWNER/REPO"))
+    monkeypatch.setattr(place, "REPOSITORY", "me/my.lab")
+    assert place.stamp_links(page)
+    assert page.read_text() == text.format("me/my.lab", "me/my.lab")
+    assert not place.stamp_links(page)
+
+
+def test_where_the_name_is_still_missing_the_reader_is_told_what_to_do(repository: Path) -> None:
+    if place.REPOSITORY != place._PLACEHOLDER:
+        pytest.skip("this copy is published")
+    assert f"# {place._PLACEHOLDER}: put" in place.SETUP_CELL
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert f"`{place._PLACEHOLDER}` stands for" in (repository / name).read_text(encoding="utf-8")
