@@ -216,3 +216,55 @@ def agreement(
         at_ticks(axis, round_values(low, high))
     ax.legend(loc="upper left")
     return figure
+
+
+# ---- what was recorded of the serving suites, in words and small tables
+
+
+def recorded_tails(rows: pd.DataFrame, load: float, over: str = "fcfs", of: str = "deadline") -> list[str]:
+    """A sentence for each run of a workload: P99 to the first token at `load` under two policies, and their ratio.
+
+    `rows`: of scheduling_mixed_load, as Lab.measurements gives them.
+    """
+    at = rows[(rows["metric"] == "ttft") & (rows["quantile"] == 99) & (rows["load"] == load)]
+    said = []
+    for (workload, kind, model, _), part in at.groupby(["workload", "kind", "model", "run_id"]):
+        ms = part.groupby("variant")["median"].last()
+        if {over, of} <= set(ms.index):
+            where = f"{workload}, {model}, {kind} {str(part['time_utc'].max())[:10]}"
+            said.append(f"{where}: {ms[over]:,.0f} ms by {over}, {ms[of]:,.0f} ms by {of}, {ms[over] / ms[of]:.1f} times")
+    return said
+
+
+def recorded_prices(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean error of the estimator's step times in percent: a row a kind of number and a held-out load, a column a variant.
+
+    `rows`: of estimator_error.
+    """
+    chosen = rows[rows["metric"] == "mape"]
+    table = chosen.pivot_table(index=["kind", "workload", "load"], columns="variant", values="median", aggfunc="last")
+    return table.rename_axis(columns="mean error, %")
+
+
+def recorded_trust(rows: pd.DataFrame, within: float = 5.0) -> pd.DataFrame:
+    """How far the simulator's P99 lie from the real engine's: a row a kind of number, workload and load.
+
+    `rows`: of simulator_error. Columns: how many P99 there are (three quantities under each policy), how many of them are off
+    by at most `within` percent, the median of the absolute errors, and the largest, with what it is of.
+    """
+    import pandas as pd
+
+    tails = rows[(rows["metric"] == "error") & (rows["quantile"] == 99)]
+    found = {}
+    for where, part in tails.groupby(["kind", "workload", "load"]):
+        error = part["median"].abs()
+        worst = part.loc[error.idxmax()]
+        found[where] = {
+            "P99 compared": len(part),
+            f"within {within:g} %": int((error <= within).sum()),
+            "median error, %": round(float(error.median()), 1),
+            "largest, %": f"{worst['median']:+.0f} ({worst['variant']}, {worst['quantity']})",
+        }
+    table = pd.DataFrame(found).T
+    table.index = table.index.set_names(["kind", "workload", "load"])
+    return table

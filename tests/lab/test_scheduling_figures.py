@@ -58,3 +58,33 @@ def test_the_table_of_waits_shows_who_waits_under_which_order():
     table = scheduling.waits(small_queue())
     assert table.loc["sjf", "chats, worst"] < table.loc["fcfs", "chats, worst"]
     assert (table["never ran"] == 0).all()
+
+
+def serving_rows() -> pd.DataFrame:
+    """Rows as Lab.measurements gives them: two runs of one load, and errors of a simulator."""
+    day = "2026-11-30T10:00:00Z"
+    base = {"time_utc": day, "workload": "w", "model": "m", "kind": "measured", "load": 0.9, "quantile": 99.0}
+    rows = [
+        {**base, "metric": "ttft", "variant": "fcfs", "median": 1000.0, "run_id": "a"},
+        {**base, "metric": "ttft", "variant": "deadline", "median": 250.0, "run_id": "a"},
+        {**base, "metric": "ttft", "variant": "fcfs", "median": 9000.0, "run_id": "b"},  # without its rival: no comparison
+        {**base, "metric": "mape", "variant": "ours", "median": 2.0, "run_id": "a"},
+        {**base, "metric": "mape", "variant": "roofline", "median": 30.0, "run_id": "a"},
+        {**base, "metric": "error", "variant": "fcfs", "median": -4.0, "quantity": "ttft", "run_id": "a"},
+        {**base, "metric": "error", "variant": "sjf", "median": 40.0, "quantity": "per_token", "run_id": "a"},
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_recorded_tails_are_compared_within_a_run():
+    assert scheduling.recorded_tails(serving_rows(), 0.9) == [
+        "w, m, measured 2026-11-30: 1,000 ms by fcfs, 250 ms by deadline, 4.0 times"
+    ]
+    assert scheduling.recorded_tails(serving_rows(), 0.5) == []
+
+
+def test_recorded_errors_are_told_with_their_worst():
+    prices = scheduling.recorded_prices(serving_rows())
+    assert prices.loc[("measured", "w", 0.9), "ours"] == 2.0
+    trust = scheduling.recorded_trust(serving_rows()).loc[("measured", "w", 0.9)]
+    assert list(trust) == [2, 1, 22.0, "+40 (sjf, per_token)"]
