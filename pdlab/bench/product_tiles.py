@@ -60,7 +60,6 @@ STAGED = {
     64: ((128, 4, 4, 0), (128, 4, 4, 4), (128, 4, 9, 0), (128, 4, 9, 4), (256, 8, 5, 4)),
 }
 SHARES = (2, 3, 4, 6, 8)  # programs that may share a tile
-ASKED = ((100, 0), (100, 1), (100, 2), (0, 2))  # what QKV may ask for beside its own: ProductTile.ask_out, ask_up
 TOKENS = 640  # in each request's cache, in whole steps
 
 
@@ -166,7 +165,7 @@ def _rotates_right(ctx: Context, config: ModelConfig, batch: int, tile: ProductT
 
 def _choose_in_steps(ctx: Context, loaded: Loaded, batch: int, found: dict[str, list[ProductTile]]) -> dict[str, ProductTile]:
     """Of the contenders those with which a whole step is fastest, exchanged one operation after the other: what a kernel takes
-    depends on what runs before and behind it. QKV may ask for the weights of what comes after attention besides."""
+    depends on what runs before and behind it."""
     chosen = {op: tiles[0] for op, tiles in found.items() if tiles}
     if not chosen:
         return chosen
@@ -174,9 +173,6 @@ def _choose_in_steps(ctx: Context, loaded: Loaded, batch: int, found: dict[str, 
     for op, tiles in found.items():
         for tile in tiles[1:]:
             chosen, fastest = _better(ctx, loaded, batch, (chosen, fastest), op, tile)
-    for out, up in ASKED if "norm_qkv_rope" in chosen and chosen["norm_qkv_rope"].tma else ():
-        tile = replace(chosen["norm_qkv_rope"], ask_out=out, ask_up=up)
-        chosen, fastest = _better(ctx, loaded, batch, (chosen, fastest), "norm_qkv_rope", tile)
     return chosen
 
 

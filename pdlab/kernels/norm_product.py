@@ -12,8 +12,6 @@ Oracle: reference.ReferenceOps.norm_mlp_up. Twin for the interpreter: this kerne
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -80,7 +78,7 @@ def norm_product(
 
         if normed and activation != GELU and staged.fits(x, weight, bias, tile):
             return staged.staged_norm_product(x, weight, activation == SWIGLU, tile, workspace)
-        tile = replace(tile, tma=False)
+        tile = staged.plain_tile("norm_mlp_up", x, weight, tile)
     width = weight.shape[0] // 2 if activation == SWIGLU else weight.shape[0]
     tiles = triton.cdiv(weight.shape[0], tile.rows)
     part, count = workspace.fit(tiles, tile, columns)

@@ -12,8 +12,6 @@ Oracle: reference.ReferenceOps.norm_qkv_rope. Twin for the interpreter: this ker
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -97,7 +95,7 @@ def norm_qkv_rope(
         whole_heads = not tile.rows % dim and not heads % (tile.rows // dim) and not kv_heads % (tile.rows // dim)
         if normed and rope is not None and whole_heads and staged.fits(x, w.qkv, w.qkv_bias, tile):
             return staged.staged_qkv_rope(x, w, rope, view, tile, workspace)
-        tile = replace(tile, tma=False)
+        tile = staged.plain_tile("norm_qkv_rope", x, w.qkv, tile)
     tiles = triton.cdiv((heads + 2 * kv_heads) * dim, tile.rows)
     part, count = workspace.fit(tiles, tile, columns)
     norm = w.attn_norm

@@ -25,9 +25,6 @@ class ProductTile:
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     tma: bool = False  # tiles by the copy engine; Hopper, several activation rows: staged_product, or the vocabulary's product
-    # by staged_product's QKV, into L2 while attention runs: percent of the output projection, 512 bytes of each row of up
-    ask_out: int = 0
-    ask_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,8 @@ def product_rule(tuning: Tuning, op: str, outputs: int, k: int, batch: int) -> P
     if not big and columns > 64:
         rows, tile_k = 64, 64
     warps = 4 if rows * columns <= 64 * 64 else 8
+    if columns > 128 and tuning.capability < (9, 0):
+        warps = 16  # or products and noise do not find room in registers
     tile_k = max(16, min(wide, tile_k))
     stages = (4 if columns <= 64 else 3) if big else 3 if columns <= 64 else 2
     # fewer registers: two programs are resident, and one reads while the other samples

@@ -10,8 +10,6 @@ Oracles: reference.ReferenceOps.out_residual and down_residual. Twin for the int
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -63,7 +61,7 @@ def residual_product(
 
         if staged.fits(u, weight, bias, tile):
             return staged.staged_residual_product(u, weight, x, tile, workspace)
-        tile = replace(tile, tma=False)
+        tile = staged.plain_tile("down_residual", u, weight, tile)
     tiles = triton.cdiv(outputs, tile.rows)
     part, count = workspace.fit(tiles, tile, columns)
     out = torch.empty_like(x)

@@ -20,6 +20,8 @@ interpreter: norm_product, norm_qkv_rope, residual_product, which call these whe
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +37,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pdlab.kernels.product_tiles import ProductTile, product_rule
 from pdlab.kernels.ring_product import barrier, launch_dependents, wait_for_the_kernel_before
+from pdlab.kernels.tuning import Tuning
 
 if TYPE_CHECKING:
     from pdlab.kernels.kv_view import KVView
     from pdlab.kernels.ops import LayerWeights, RopeTable
-    from pdlab.kernels.product_tiles import ProductTile
     from pdlab.kernels.products import Workspace
 
 COLUMNS = gl.constexpr(64)  # of W and x in one copy: 128 bytes, the widest swizzle
@@ -260,9 +263,9 @@ def staged_residual_product_kernel(
     gl.store(OUT + at + HALF_ROWS, (pb + xb.to(gl.float32)).to(OUT.dtype.element_ty), mask=keep_b)
 
 
-@gluon.jit(do_not_specialize=["batch", "out_pieces", "up_rows", "up_pieces"])
+@gluon.jit(do_not_specialize=["batch"])
 def staged_qkv_rope_kernel(
-    W, WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, batch, NEXT, UP, out_pieces, up_rows, up_pieces,
+    W, WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, batch,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     FETCH: gl.constexpr,
@@ -273,16 +276,6 @@ def staged_qkv_rope_kernel(
     tile, first = gl.program_id(0), gl.program_id(1) * PIECES
     places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
     a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
-    # attention reads little where requests are few; meanwhile the memory brings what comes after it: pieces of 2 KB of the
-    # output projection, and of what follows that the first up_pieces of 512 bytes of each row
-    threads = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    index = (tile * SPLIT + gl.program_id(1)) * (32 * gl.num_warps()) + threads
-    for start in range(0, out_pieces, gl.num_programs(0) * (SPLIT * 32 * gl.num_warps())):
-        ask_into_l2(NEXT + (index + start).to(gl.int64) * 1024, index + start, out_pieces, 2048)
-    for start in range(0, up_rows * up_pieces, gl.num_programs(0) * (SPLIT * 32 * gl.num_warps())):
-        here = index + start
-        at = UP + (here // up_pieces).to(gl.int64) * K + here % up_pieces * 256
-        ask_into_l2(at, here, up_rows * up_pieces, 512)
     pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     # a tile's heads are all of queries, all of keys or all of values
     of_share = gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
@@ -333,6 +326,19 @@ def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile:
     programs = triton.cdiv(outputs, tile.rows) * tile.split
     even = tile.split & (tile.split - 1) == 0 and tile.rows // 2 // tile.split >= 4
     return even and programs <= resident(tile, columns_of(len(x)), multiprocessors)
+
+
+def plain_tile(op: str, x: torch.Tensor, weight: torch.Tensor, tile: ProductTile) -> ProductTile:
+    """For the plain kernel that takes a product which `fits` refuses: its stages would not find room there, so the rule's."""
+    if not x.is_cuda:
+        return replace(tile, tma=False)
+    rule = _rule(op, *weight.shape, len(x), x.device.index)
+    return replace(rule, pdl=tile.pdl, tma=False)
+
+
+@cache
+def _rule(op: str, outputs: int, k: int, batch: int, device: int) -> ProductTile:
+    return product_rule(Tuning.of_device(device), op, outputs, k, batch)
 
 
 def constants(tile: ProductTile, k: int) -> dict[str, Any]:
@@ -386,10 +392,8 @@ def staged_qkv_rope(
     heads = len(w.qkv) // dim - 2 * kv_heads
     grid, wd, xd, part, count = _launch(x, w.qkv, tile, min(dim, tile.rows) // 2, workspace)
     q = torch.empty((len(x), heads, dim), dtype=x.dtype, device=x.device)
-    up_rows = len(w.up) if tile.ask_up and w.up.dim() == 2 and w.up.shape[1] == x.shape[1] else 0
     staged_qkv_rope_kernel[grid](
         w.qkv, wd, xd, rope.cos, rope.sin, view.positions, view.slots, q, view.k, view.v, part, count, len(x),
-        w.out, w.up, w.out.numel() // 1024 * tile.ask_out // 100, up_rows, max(1, tile.ask_up),
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=page, **constants(tile, x.shape[1]),
     )  # fmt: skip
     return q

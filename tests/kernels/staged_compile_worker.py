@@ -18,12 +18,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from pdlab.kernels import staged_product
 from pdlab.kernels.product_tiles import ProductTile
 
-TYPES = dict.fromkeys(("W", "NEXT", "UP", "OUT", "X", "Q", "KC", "VC"), "*bf16") | dict.fromkeys(
-    ("PART", "COS", "SIN"), "*fp32"
-)
-TYPES |= {"POSITIONS": "*i64", "SLOTS": "*i64", "COUNT": "*i32"} | dict.fromkeys(
-    ("batch", "out_pieces", "up_rows", "up_pieces"), "i32"
-)
+TYPES = dict.fromkeys(("W", "OUT", "X", "Q", "KC", "VC"), "*bf16") | dict.fromkeys(("PART", "COS", "SIN"), "*fp32")
+TYPES |= {"POSITIONS": "*i64", "SLOTS": "*i64", "COUNT": "*i32", "batch": "i32"}
 
 
 def compile_job(name: str, k: int, columns: int, tile: dict[str, Any], box: int, fixed: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 pytest.importorskip("triton")
 
 from pdlab.kernels.fused_ops import FusedOps
-from pdlab.kernels.product_tiles import ProductTile
+from pdlab.kernels.product_tiles import ProductTile, product_rule
 from pdlab.kernels.products import Workspace
-from pdlab.kernels.staged_product import constants, fits
+from pdlab.kernels.staged_product import constants, fits, plain_tile
 from pdlab.kernels.tuning import Tuning
 
 LLAMA = {"HEADS": 32, "KV_HEADS": 8, "PAGE": 16}
@@ -63,6 +64,26 @@ def test_what_they_cannot_do_is_left_to_the_others(changed: dict[str, Any]) -> N
 
     assert fit(**facts)
     assert not fit(**facts | changed)
+
+
+class OnDevice:
+    """What is asked of 64 activation rows on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __len__(self) -> int:
+        return 64
+
+
+def test_a_product_that_they_refuse_gets_a_tile_that_the_plain_kernel_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = Tuning("nvidia-h200", (9, 0), 132, 50 << 20)
+    monkeypatch.setattr(Tuning, "of_device", lambda index: tuning)
+    staged = ProductTile(128, 64, 1, 0, 0, 4, 12, False, True)
+    weight = torch.empty(2048, 8192, device="meta")
+    tile = plain_tile("down_residual", OnDevice(), weight, staged)  # type: ignore[arg-type]
+    assert tile == replace(product_rule(tuning, "down_residual", 2048, 8192, 64), pdl=False)
+    assert tile.stages * (tile.rows + 64) * tile.k * 2 <= MOST
+    assert plain_tile("down_residual", torch.zeros(4, 512), weight, staged) == replace(staged, tma=False)
 
 
 def test_tiles_that_were_measured_in_16_bits_are_not_used_for_32() -> None:

@@ -25,7 +25,7 @@ TILE = ProductTile(128, 64, 1, 0, 0, 4, 4, pdl=False, tma=True)
     ("shape", "tile"),
     [
         pytest.param({}, {}, id="four stages"),
-        pytest.param({}, {"fetch": 4, "ask_out": 100, "ask_up": 2}, id="also into L2, for itself and for those behind"),
+        pytest.param({}, {"fetch": 4}, id="also into L2"),
         pytest.param({"dim": 128, "heads": 4, "kv_heads": 1}, {"split": 4, "stages": 6}, id="hd=128-four programs a tile"),
         pytest.param({"heads": 6, "hidden": 448}, {"stages": 3}, id="tiles that end beyond the outputs"),
         pytest.param({}, {"rows": 256, "warps": 8, "split": 2, "pdl": True}, id="256 rows-dependent launch"),
