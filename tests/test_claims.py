@@ -392,7 +392,7 @@ def test_a_gain_is_above_one_when_ours_is_better_whatever_the_unit() -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "words"),
     [
-        (1.3554, "ratio", "1.355x"), (72.4, "percent", "72.4 %"), (1.074e9, "bytes", "1.074 GB"), (3.441, "ms", "3.441 ms"),
+        (1.3554, "ratio", "1.36x"), (72.4, "percent", "72.4 %"), (1.074e9, "bytes", "1.07 GB"), (3.441, "ms", "3.44 ms"),
         (19528, "count", "19,528"), (3.111e6, "ratio", "3,111,000x"), (-2.8, "percent", "-2.8 %"),
     ],
 )  # fmt: skip

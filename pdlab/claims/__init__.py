@@ -127,7 +127,7 @@ def _named(verdict: Verdict) -> str:
 
 
 def said(ours: dict[str, Any]) -> str:
-    """The `ours` of a verdict as people write it: 1.36x, 41.1 %, 1.07 GB, 3.44 ms."""
+    """The `ours` of a verdict as people write it, three digits: 1.36x, 41.1 %, 1.07 GB, 3.44 ms, 19,528."""
     value, unit = (ours["value"] / 1e9, "GB") if ours["unit"] == "bytes" else (ours["value"], ours["unit"])
-    number = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return number + {"ratio": "x", "percent": " %", "count": ""}.get(unit, f" {unit}")

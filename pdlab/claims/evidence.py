@@ -139,7 +139,8 @@ def not_measured(claim: Claim, evidence: Evidence, what: str, note: str = "", ou
         else f"{evidence.device} has no record of {what}"
     )
     there = find_spec(f"pdlab.bench.{claim.experiment}") is not None
-    reason = f"{where}; {f'pdlab bench {claim.experiment} --record measures it' if there else 'no suite measures it yet'}"
+    on = " on a GPU" if evidence.device.startswith("cpu") else ""
+    reason = f"{where}; {f'pdlab bench {claim.experiment} --record{on} measures it' if there else 'no suite measures it yet'}"
     return Finding("not_measured", f"{reason}. {note}".rstrip(". ") if note else reason, ours, named)
 
 

@@ -34,7 +34,7 @@ exit codes: 0 well; 2 usage; 3 a notebook failed; 4 timed out; 5 its kernel died
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
-        help="run notebooks as a batch and write a report",
+        help="Run notebooks as a batch and write a report.",
         description="Run notebooks with papermill, one process each, and write a report.\n\n" + (planning.__doc__ or ""),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
