@@ -252,8 +252,9 @@ def recorded_prefill(table: pd.DataFrame, device: str, tokens: int = 16384) -> L
     own = tables.best(table, ("ours", "ours_plain"))
     names = [own, "cudnn", "fa3", "fa2", "article"]
     lines = tables.lines(table, "throughput", names, "recorded", floor="floor_throughput", **usual)
-    of = tables.pivot(table, "throughput", **usual)
-    beside = of.drop(columns=[own, "article", "torch_math"], errors="ignore").max(axis=1)
+    of = tables.pivot(table, "throughput", **usual).dropna(subset=[own])
+    rivals = [name for name in of if not name.startswith("ours") and name not in tables.PLAIN]
+    beside = of[rivals].max(axis=1)
     claim = (
         f"{device}: {tables.NAMES[own]} is ahead of every rival at {int((of[own] >= beside).sum())} of {len(of)} lengths; "
         f"{of[own].max():.0f} TFLOP/s at best, the fastest rival {beside.max():.0f}"
