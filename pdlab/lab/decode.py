@@ -36,13 +36,15 @@ SWITCHES = {
 
 def together(device: str, experiment: str, metric: str, **where: Any) -> pd.DataFrame:
     """Recorded rows of a metric that may be compared: for each set of parameters those of one run, the one that holds the most
-    variants (of several the newest). Empty where nothing was recorded. Columns as bench.records.frame."""
+    variants (of several the newest). Empty where nothing was recorded. Columns as bench.records.frame. A variant that lacks
+    what is no switch any more is left out: it would be shown as that switch's effect."""
     from pdlab.bench.records import frame
 
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     for row in read(device, experiment):
         fits = row.metric == metric and row.ok and all(row.params.get(k) == v for k, v in where.items())
-        if fits:
+        switch = row.variant.removeprefix("without_")
+        if fits and (switch == row.variant or switch in stages.ORDER):
             runs.setdefault(params_json(row.params), {}).setdefault(row.run_id, {})[row.variant] = row
     chosen = [max(reversed(by_run.values()), key=len) for by_run in runs.values()]
     return frame(row for variants in chosen for row in variants.values())

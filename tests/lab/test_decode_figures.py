@@ -127,8 +127,12 @@ def test_predicted_and_recorded_shares_stand_side_by_side() -> None:
     assert list(table["predicted, %"].dropna()) == [10, 100]
 
 
-def test_a_variant_that_lacks_no_switch_is_no_switchs_effect() -> None:
+def test_a_variant_that_lacks_no_switch_is_no_switchs_effect(places: Path) -> None:
     """Records hold `without_persistent`, of a time when that kernel was on by default: it is a way of running `ours` now."""
+    record(places, "x", {"ours": 1.0, "without_persistent": 1.0, "without_ring": 2.0}, batch=1)
+    record(places, "x", {"ours": 3.0, "without_ring": 4.0}, batch=1)  # newer, and as full of what still means something
+    table = decode.together(GPU, "x", "latency")
+    assert dict(zip(table["variant"], table["median"])) == {"ours": 3.0, "without_ring": 4.0}
     rates = {"unfused": 50.0, "ours": 1000.0, "without_ring": 900.0, "without_persistent": 1100.0}
     table = pd.DataFrame([{"model": "m", "variant": v, "median": rate} for v, rate in rates.items()])
     assert list(decode.SWITCHES) == list(stages.ORDER)
