@@ -6,14 +6,14 @@ What is kept is a beginning of the tokens ordered by s (equal s: lowest id first
 
   - each program takes SHARE tokens and leaves the largest logit of every GROUP of them, the sum of exp where the whole
     row's is needed, and where its best token is.
-  - the last of a row's programs searches a value that about as many groups reach as tokens are wanted (k, or WANTED). At least
-    that many tokens reach it, and all of them are in those groups: it reads these once more and lays the tokens aside.
+  - then one program a row searches a value that about k groups reach, or groups with p of the mass. At least as many tokens
+    reach it, or as heavy ones, and all of them are in those groups: it reads these once more and lays the tokens aside.
   - the rest is done among them, in registers. A candidate is the best s + noise of all; whether it is kept follows from the
     number and the mass of the tokens before it. If it is not, no token behind it is either, and the next candidate is the best
     before it.
 
 Noise lies between -2.82 and 22.88, so no token with s below -26 can win: with a low temperature few can. Where the tokens laid
-aside do not settle a row (large k, a flat distribution under top-p, no filter at all) it stays open for filtered_search.
+aside do not settle a row (large k, a flat row under top-p, no filter at all) it stays open for filtered_search.
 
 Nothing depends on how many rows there are: a row's programs, its sums and their order are the same in any batch.
 
@@ -38,8 +38,8 @@ from pdlab.kernels.projection_sample import EMPTY, gumbel, noise_key, race_key, 
 SHARE = 4096  # tokens of one of a row's programs
 GROUP = 32  # tokens of which the largest logit is left: a line of L2
 AT_ONCE = tl.constexpr(64)  # groups read again
-WANTED = tl.constexpr(256)  # tokens laid aside where no k says how many
-MOST_WANTED = tl.constexpr(640)  # a larger k does not say it either, nor one of more than half the groups
+MOST_WANTED = tl.constexpr(640)  # a larger k leaves its row open, as does one of more than half the groups: too many reach it
+MOST_READ = tl.constexpr(512)  # groups, where no k says how many: then passes over whole rows take no longer
 ASIDE = tl.constexpr(1024)  # room for them: a group may hold several
 RESIDENT = 4  # programs of a row that a multiprocessor holds, at least
 LOOKING: dict[str, int] = {"num_warps": 4}
@@ -86,37 +86,41 @@ def row_tops_kernel(
     ROOM += here * WORDS
     tl.store(ROOM + part * GROUPS + g, tops.to(tl.int32, bitcast=True))
     own = ROOM + 2 * PAD * GROUPS + part
-    tl.store(own, top.to(tl.int32, bitcast=True))
+    tl.store(own, tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True))  # as a key the other zero is less
     tl.store(own + PAD, at)
     tl.store(own + 2 * PAD, mass.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def _reached_by(tops, best, want, lowest):
-    """A value not below `lowest` that at least `want` of `tops` reach, and few more; or the lowest of both."""
+def _reached_by(tops, weight, best, want, most, lowest):
+    """A value that those of `tops` reach which weigh `want` or more together, and not above `most`, or else are few; not below
+    `lowest`."""
     low = tl.maximum(tl.min(tl.where(tops > float("-inf"), tops, float("inf")), 0), lowest)
     high = best
-    held = tl.sum((tops >= low).to(tl.int32), 0)
+    count = tl.sum((tops >= low).to(tl.int32), 0)
+    held = tl.sum(tl.where(tops >= low, weight, 0.0), 0)
     step = tl.full((), 0, tl.int32)
-    while (held > want + want // 8) & (step < 32):
+    while (held > most) & (count > AT_ONCE) & (step < 32):
         middle = 0.5 * low + 0.5 * high
-        count = tl.sum((tops >= middle).to(tl.int32), 0)
-        enough = count >= want
+        reach = tops >= middle
+        weighs = tl.sum(tl.where(reach, weight, 0.0), 0)
+        enough = weighs >= want
+        count = tl.where(enough, tl.sum(reach.to(tl.int32), 0), count)
         low = tl.where(enough, middle, low)
-        held = tl.where(enough, count, held)
+        held = tl.where(enough, weighs, held)
         high = tl.where(enough, high, middle)
         step += 1
     return low
 
 
 @triton.jit
-def _lay_aside(LOGITS, LIST, FOUND, tops, cut, VOCAB: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr):
+def _lay_aside(LOGITS, LIST, FOUND, tops, cut, most, VOCAB: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr):
     """Puts the tokens whose logits reach `cut` into FOUND, by their ids: logits, then ids. How many there are; more than ASIDE
-    where there is no room for them. `tops` [ROW] of the groups; LIST: room for as many."""
+    where there is no room for them, or they are in more than `most` groups. `tops` [ROW] of those; LIST: room for as many."""
     g = tl.arange(0, ROW)
     hot = (tops >= cut).to(tl.int32)
     groups = tl.sum(hot, 0)
-    held = tl.where(groups > ASIDE, ASIDE + 1, 0)
+    held = tl.where(groups > most, ASIDE + 1, 0)
     if held == 0:
         tl.store(LIST + tl.cumsum(hot, 0) - 1, g, mask=hot > 0)
         tl.debug_barrier()
@@ -200,7 +204,7 @@ def _decide(
     LOGITS, ROOM, temperature, k, p, min_p, SEED, POSITION,
     VOCAB: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """(the token of a row of which all programs have left what they know, whether that is certain); else where its best is."""
+    """(the token of a row, whether that is certain, the row's mass where it is needed); else where its best is."""
     ROW: tl.constexpr = PAD * (SHARE // GROUP)
     part = tl.arange(0, PAD)
     g = tl.arange(0, ROW)
@@ -211,6 +215,7 @@ def _decide(
     key = tl.max(race_key(top, at), 0)
     token = winner(key)
     certain = (token < 0) | (temperature <= 0)
+    whole = tl.full((), 0.0, tl.float64)
     if certain == 0:
         best = score_of(key)
         share = _from_room(own + 2 * PAD, part < PARTS, 0.0)
@@ -220,13 +225,17 @@ def _decide(
         # below this none can win; where k and p meet, the mass of those below min_p counts
         reach = tl.where((k < VOCAB) & (p < 1), _UNREACHABLE, tl.minimum(tl.maximum(floor, _UNREACHABLE), 0.0)) * temperature
         lowest = best + reach - 1e-6 * (tl.abs(best) + tl.abs(reach))
-        # where most groups are wanted, what the last of them reaches lies low, and many more reach it
+        low = lowest
         MOST: tl.constexpr = min(MOST_WANTED, VOCAB // GROUP // 2)
-        want = tl.where(k <= MOST, k, min(WANTED, VOCAB // GROUP // 4))
-        low = _reached_by(tops, best, want, lowest)
+        if k <= MOST:
+            low = _reached_by(tops, tl.full((ROW,), 1.0, tl.float32), best, k * 1.0, k * 1.125, lowest)
+        elif (k == VOCAB) & (p < 1):
+            want = (p + 1e-5) * whole.to(tl.float32)
+            weight = tl.where(tops > float("-inf"), tl.exp((tops - best) / temperature), 0.0)
+            low = _reached_by(tops, weight, best, want, want + 0.01 * whole.to(tl.float32), lowest)
         cut = low - 1e-6 * (tl.abs(best) + tl.abs(low))
         found = ROOM + 2 * ROW + 3 * PAD
-        held = _lay_aside(LOGITS, ROOM + ROW, found, tops, cut, VOCAB, GROUP, ROW)
+        held = _lay_aside(LOGITS, ROOM + ROW, found, tops, cut, tl.where(k <= MOST, ASIDE, MOST_READ), VOCAB, GROUP, ROW)
         if held <= ASIDE:
             i = tl.arange(0, ASIDE)
             s = (_from_room(found + i, i < held, float("-inf")) - best) / temperature
@@ -236,7 +245,7 @@ def _decide(
             key1, key2 = noise_key(tl.load(SEED), tl.load(POSITION))
             drawn, certain = _settle(s, v, known, k, p, floor, whole, edge, low <= lowest, token, key1, key2, VOCAB)
             token = tl.where(certain, drawn, token)
-    return token, certain
+    return token, certain, whole.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -255,13 +264,15 @@ def filtered_sample_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    token, certain = _decide(
+    token, certain, mass = _decide(
         LOGITS + row.to(tl.int64) * VOCAB, ROOM + here * WORDS, temperature, k, p, min_p, SEED + row, POSITION + row,
         VOCAB, SHARE, GROUP, PARTS, PAD,
     )  # fmt: skip
     tl.store(TOKENS + row, token)
     if certain == 0:
-        tl.store(OPEN + 2 + tl.atomic_add(OPEN, 1, sem="relaxed", scope="gpu"), row)
+        at = OPEN + 2 + 2 * tl.atomic_add(OPEN, 1, sem="relaxed", scope="gpu")
+        tl.store(at, row)
+        tl.store(at + 1, mass.to(tl.int32, bitcast=True))
 
 
 class Meeting:
@@ -274,7 +285,7 @@ class Meeting:
         self.programs = programs
         self.room = torch.zeros(max(16, 16 * programs), dtype=torch.int64, device=device)
         self.count = torch.zeros(max(2, 2 * programs), dtype=torch.int32, device=device)
-        self.open = torch.zeros(2 + MOST_ROWS, dtype=torch.int32, device=device)
+        self.open = torch.zeros(2 + 2 * MOST_ROWS, dtype=torch.int32, device=device)
         # programmatic dependent launch: Hopper and later
         self.pdl = self.open.is_cuda and torch.cuda.get_device_capability(self.open.device) >= (9, 0)
 
@@ -286,7 +297,8 @@ def search_tile(vocab: int, programs: int, share: int = SHARE) -> tuple[dict[str
         block = min(2048, triton.next_power_of_2(vocab))
         tile = {"BLOCK": block, "SPAN": triton.cdiv(vocab, block) * block, "PARTS": 1, "PAD": 1, "STAGES": 4}
         return tile, {"num_warps": 8 if block >= 2048 else 4}
-    tile = {"BLOCK": min(256, share), "SPAN": share, "PARTS": parts, "PAD": triton.next_power_of_2(parts), "STAGES": 1}
+    block = 256 if vocab % 4 else 512  # addresses one by one take registers
+    tile = {"BLOCK": min(block, share), "SPAN": share, "PARTS": parts, "PAD": triton.next_power_of_2(parts), "STAGES": 1}
     return tile, {"num_warps": 4, "maxnreg": 65536 // 128 // RESIDENT, "launch_cooperative_grid": True}
 
 

@@ -198,10 +198,11 @@ def _candidate(
 
 @triton.jit
 def _sample_row(
-    LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, best_token, ROOM, COUNT, turn, part, row,
+    LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, best_token, mass, ROOM, COUNT, turn, part, row,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with a temperature, and the next turn. `best_token`: where its largest logit is, a finite one."""
+    """The token of a row with a temperature, and the next turn. `best_token`: where its largest logit is, a finite one. `mass`
+    of the row: where top-p counts and top-k does not."""
     LOGITS += row.to(tl.int64) * VOCAB
     temperature, best = tl.load(TEMPERATURE + row), tl.load(LOGITS + best_token)
     k, p, min_p = tl.load(TOP_K + row), tl.load(TOP_P + row), tl.load(MIN_P + row)
@@ -214,8 +215,7 @@ def _sample_row(
         s0, turn = _cut(
             LOGITS, best, temperature, k, ROOM, COUNT, turn, part, VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES
         )  # fmt: skip
-    mass = tl.full((), 0.0, tl.float32)
-    if p < 1:
+    if (p < 1) & (k < VOCAB):
         ahead, mass, turn = _before(
             LOGITS, best, temperature, s0, 0, ROOM, COUNT, turn, part, VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES
         )  # fmt: skip
@@ -245,8 +245,8 @@ def filtered_search_kernel(
     LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, TOKENS, OPEN, ROOM, COUNT,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of the open rows, int32 OPEN: how many there are, how many programs are done, then the rows. TOKENS holds where
-    the largest logit of each is."""
+    """Tokens of the open rows, int32 OPEN: how many there are, how many programs are done, then each row and the bits of its
+    mass. TOKENS holds where the largest logit of each is."""
     rows = tl.load(OPEN)
     if rows > 0:
         part = tl.program_id(0) % PARTS
@@ -256,9 +256,11 @@ def filtered_search_kernel(
         turn = tl.full((), 0, tl.int32)
         i = group
         while i < rows:
-            row = tl.load(OPEN + 2 + i)
+            row = tl.load(OPEN + 2 + 2 * i)
+            mass = tl.load(OPEN + 3 + 2 * i).to(tl.float32, bitcast=True)
+            best_token = tl.load(TOKENS + row)
             token, turn = _sample_row(
-                LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, tl.load(TOKENS + row), ROOM, COUNT, turn, part, row,
+                LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, best_token, mass, ROOM, COUNT, turn, part, row,
                 VOCAB, BLOCK, SPAN, PARTS, PAD, STAGES,
             )  # fmt: skip
             if part == 0:

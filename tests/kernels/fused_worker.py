@@ -76,7 +76,7 @@ def filtered(
     most: int | None = None, **filters: Any,
 ) -> list[list[int]]:  # fmt: skip
     """Tokens of the filter kernels and of the oracle. `bad`: rows 1 to 3 have NaN, nothing, and infinity; row 4 is banned
-    almost everywhere. `most`: rows of a launch."""
+    almost everywhere, rows 5 and 6 have zeros of both signs and nothing else. `most`: rows of a launch."""
     _, _, sampling = sampling_case(seed, rows, vocab, 8)
     for name, values in filters.items():
         column = getattr(sampling, name)
@@ -88,6 +88,7 @@ def filtered(
     if bad:
         logits[1, 20], logits[2], logits[3, 5] = torch.nan, -torch.inf, torch.inf
         logits[4, 7:] = -torch.inf
+        logits[5:7], logits[5:7, :100] = 0.0, -0.0
     module = sys.modules[filtered_sample.__module__]
     plain, module.MOST_ROWS = module.MOST_ROWS, most or module.MOST_ROWS
     try:
@@ -107,7 +108,7 @@ class Watched:
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*given: Any, **fixed: Any) -> None:
             held = given[8]
-            self.open += sorted(held[2 : 2 + int(held[0])].tolist())
+            self.open += sorted(held[2 : 2 + 2 * int(held[0]) : 2].tolist())
             self.kernel[grid](*given, **fixed)
 
         return launch
