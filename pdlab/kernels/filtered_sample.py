@@ -94,11 +94,12 @@ def row_tops_kernel(
 @triton.jit
 def _reached_by(tops, weight, best, want, most, lowest):
     """A value that those of `tops` reach which weigh `want` or more together, and not above `most`, or else are few; not below
-    `lowest`."""
+    `lowest`, and that where all of them weigh less."""
     low = tl.maximum(tl.min(tl.where(tops > float("-inf"), tops, float("inf")), 0), lowest)
     high = best
     count = tl.sum((tops >= low).to(tl.int32), 0)
     held = tl.sum(tl.where(tops >= low, weight, 0.0), 0)
+    low = tl.where(held < want, lowest, low)  # most tokens are banned, say: all that can win may find room
     step = tl.full((), 0, tl.int32)
     while (held > most) & (count > AT_ONCE) & (step < 32):
         middle = 0.5 * low + 0.5 * high

@@ -138,6 +138,7 @@ def test_rows_without_a_finite_maximum_are_marked_and_banned_tokens_never_drawn(
         pytest.param({"min_p": [0.05, 0.3]}, [], id="min-p"),
         pytest.param({"temperature": [0.05, 0.0]}, [], id="no filter-so cold that few can win"),
         pytest.param({"top_k": [50, 900], "top_p": [0.9], "temperature": [0.02]}, [], id="fewer than k that can win"),
+        pytest.param({"bad": True, "top_k": [50, 0], "top_p": [0.9], "temperature": [0.8]}, [5], id="few allowed-all equal"),
         pytest.param(
             {"top_k": [0], "top_p": [0.99], "temperature": [9.0]}, [0, 1, 2, 3, 4, 5], id="p of flat rows-whole passes"
         ),
