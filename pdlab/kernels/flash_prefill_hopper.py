@@ -176,7 +176,7 @@ def plan(
          (heads * dim if out_stride is None else out_stride) // 8),
         (dim, tile.block_n, tile.stages, tile.consumers, causal,
          0 if tile.blocks else int(tile.turns), tile.polynomial, view.page_size if paged else 0,
-         kv_heads if paged else 0, pack, tile.places if tile.blocks else 2),
+         kv_heads if paged else 0, pack, tile.places if tile.blocks else 2, 0 if tile.blocks else tile.overlap),
     )  # fmt: skip
 
 

@@ -30,8 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pdlab.kernels import hopper_tiles as tiles
-from pdlab.kernels.flash_prefill_turns import make_barriers, mend_values
-from pdlab.kernels.hopper_tiles import ROWS
+from pdlab.kernels.hopper_tiles import ROWS, make_barriers, mend_values
 from pdlab.kernels.prefill_schedule import NUMBERS, TABLES, make_board, post_items, take_item, tiles_seen
 
 
@@ -218,8 +217,9 @@ def flash_prefill_tasks_kernel(
     qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
     group, units_at_once, out_stride_8, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
+    PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(OVERLAP == 0, "these consumers take a tile's steps one after the other")
     gl.static_assert(TURNS == 0, "these consumers take no turns")
     gl.static_assert(PACK == 1, "a task's rows are of one head")
     ALL: gl.constexpr = PLACES * CONSUMERS

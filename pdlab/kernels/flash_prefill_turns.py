@@ -13,6 +13,12 @@ beside the last P V of this one. Keys are walked from the newest to the oldest: 
 the rest has no mask. A consumer's rows are 64 tokens of one head or, packed, 64 / PACK tokens of PACK heads of a group: the
 causal diagonal then crosses fewer keys of a tile.
 
+What runs under what in a consumer (HopperTile.overlap):
+
+    0   P V of the last tile under all exponentials of this one; then the output is scaled and p converted
+    1   P V under half of the exponentials, the scaling and the conversion under the other half
+    2   as 1, and the scores are computed a tile ahead, see flash_prefill_ahead
+
 FLOPs and bytes: as flash_prefill. Hopper only (compute capability 9.0), compiled there and nowhere else.
 Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefill.
 """
@@ -30,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pdlab.kernels import hopper_tiles as tiles
+from pdlab.kernels.flash_prefill_ahead import consumer_ahead
 from pdlab.kernels.hopper_tiles import ROWS
 from pdlab.kernels.prefill_schedule import NUMBERS, TABLES, make_board, post_items, take_item, tiles_seen
 
@@ -81,22 +88,6 @@ def _load_queries(descriptors, shared, barriers, HEAD: gl.constexpr, CONSUMERS: 
 
 
 @gluon.jit
-def mend_values(
-    vs, v_full, mending, count, mends, first, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):
-    """The first consumer zeroes the V rows past the request's end for all of them."""
-    mended, noticed = mending
-    if W == 0:
-        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-        tiles.zero_rows_from(vs.index(count % STAGES), first, HEAD, BLOCK_N)
-        mbarrier.wait(noticed, (mends & 1) ^ 1)  # nobody is still waiting for the mending before this one
-        mbarrier.arrive(mended, count=1)
-    else:
-        mbarrier.wait(mended, mends & 1)
-        mbarrier.arrive(noticed, count=1)
-
-
-@gluon.jit
 def unseen_tiles(
     W: gl.constexpr, rows, newest, length, CONSUMERS: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -115,30 +106,18 @@ def skip_tile(barriers, count, W: gl.constexpr, STAGES: gl.constexpr, CONSUMERS:
     _q_full, _q_empty, k_full, v_full, _edge, _mending, _board = barriers
     mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
     mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-    give_back_keys(count, STAGES, CONSUMERS)
-    give_back_values(count, STAGES, CONSUMERS)
+    tiles.give_back_keys(count, STAGES, CONSUMERS)
+    tiles.give_back_values(count, STAGES, CONSUMERS)
     if TURNS:
         tiles.wait_for_turn(W)
         tiles.pass_turn((W + 1) % CONSUMERS)
 
 
 @gluon.jit
-def give_back_keys(count, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The place of the count-th tile's K; in rings of four it is given back with V's, as there are six barriers for places."""
-    if STAGES <= 3:
-        tiles.give_back(count % STAGES, CONSUMERS)
-
-
-@gluon.jit
-def give_back_values(count, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    tiles.give_back(count % STAGES + (STAGES if STAGES <= 3 else 0), CONSUMERS)
-
-
-@gluon.jit
 def _older_keys(
     q, ks, vs, barriers, acc, p, m, total, count, at_first, clear, newest, scale, SCORES: gl.constexpr, W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
-    POLYNOMIAL: gl.constexpr,
+    POLYNOMIAL: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of keys at_first ... 0: scores of the next while the output takes in the one before (whose p is given)."""
     _q_full, _q_empty, k_full, v_full, edge, _mending, _board = barriers
@@ -158,15 +137,21 @@ def _older_keys(
         if TURNS == 1:
             tiles.pass_turn((W + 1) % CONSUMERS)
         s = warpgroup_mma_wait(1, deps=[s])
-        give_back_keys(count, STAGES, CONSUMERS)
+        tiles.give_back_keys(count, STAGES, CONSUMERS)
         if at >= clear:
             s = tiles.mask(s, at * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
-        exps, m, total, rescale = tiles.softmax(s, m, total, scale, gl.SliceLayout(1, SCORES), POLYNOMIAL)
-        # Nobody ever arrives, and this never waits; but a wait on a barrier ends a basic block, and without one the assembler
-        # moves the next line's wait before the exponentials, which then no longer run under the product.
-        mbarrier.wait(edge, 1)
-        acc = warpgroup_mma_wait(0, deps=[o])
-        give_back_values(before, STAGES, CONSUMERS)
+        if OVERLAP == 0:
+            exps, m, total, rescale = tiles.softmax(s, m, total, scale, gl.SliceLayout(1, SCORES), POLYNOMIAL)
+            # Nobody ever arrives, and this never waits; but a wait on a barrier ends a basic block, and without one the
+            # assembler moves the next line's wait before the exponentials, which then no longer run under the product.
+            mbarrier.wait(edge, 1)
+            acc = warpgroup_mma_wait(0, deps=[o])
+            tiles.give_back_values(before, STAGES, CONSUMERS)
+        else:
+            m, rescale, part = tiles.softmax_apart(s, m, scale, SCORES)
+            acc = warpgroup_mma_wait(0, deps=[o])
+            tiles.give_back_values(before, STAGES, CONSUMERS)
+            exps, total = tiles.softmax_together(part, total, rescale, scale, SCORES)
         acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
         p = gl.convert_layout(exps.to(p.dtype), p.type.layout)
         held = True
@@ -177,7 +162,7 @@ def _older_keys(
 def _consumer(
     output, inputs, shared, barriers, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr,
-    POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
+    POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     boxes, ks, vs = shared
     qs = tiles.as_queries(boxes, inputs[0], 2 * CONSUMERS, HEAD, PACK)
@@ -215,7 +200,7 @@ def _consumer(
         place = turn % 2 * CONSUMERS + W  # of the next item's queries
         seen = tiles_seen(0, rows, newest_key, length, CONSUMERS * TOKENS, BLOCK_N, CAUSAL)
         if seen * BLOCK_N > length:
-            mend_values(vs, v_full, mending, count, mends, length - (seen - 1) * BLOCK_N, W, HEAD, BLOCK_N, STAGES)
+            tiles.mend_values(vs, v_full, mending, count, mends, length - (seen - 1) * BLOCK_N, W, HEAD, BLOCK_N, STAGES)
             mends += 1
         newest = lanes * 0 + newest_key
         clear = length // BLOCK_N
@@ -224,7 +209,7 @@ def _consumer(
             clear = (newest_key + 1) // BLOCK_N
         count += skip
         seen -= skip
-        give_back_keys(count, STAGES, CONSUMERS)
+        tiles.give_back_keys(count, STAGES, CONSUMERS)
         if seen - 1 >= clear:
             s = tiles.mask(s, (seen - 1) * BLOCK_N, newest, gl.SliceLayout(0, SCORES))
         m = gl.full([ROWS], float("-inf"), gl.float32, PER_ROW)
@@ -237,7 +222,7 @@ def _consumer(
         skip = unseen_tiles(W, rows_, newest_key_, length_, CONSUMERS, TOKENS, BLOCK_N, CAUSAL)  # from here on the next item's
         acc, p, total, count, held = _older_keys(
             q, ks, vs, barriers, acc, p, m, total, count, seen - 2, clear, newest, scale, SCORES, W, BLOCK_N, STAGES, CONSUMERS,
-            TURNS, POLYNOMIAL,
+            TURNS, POLYNOMIAL, OVERLAP,
         )  # fmt: skip
         # the first scores of the next item beside the last values of this one
         mbarrier.wait(q_full.index(place), turn // 2 & 1, pred=is_another)
@@ -253,7 +238,7 @@ def _consumer(
         if TURNS == 1:
             tiles.pass_turn((W + 1) % CONSUMERS)
         s, acc = warpgroup_mma_wait(0, deps=[s, o])
-        give_back_values(count, STAGES, CONSUMERS)
+        tiles.give_back_values(count, STAGES, CONSUMERS)
         tiles.write_out(acc, total, q, boxes, here, output, row + W * TOKENS, head, rows - W * TOKENS, HEAD, PACK)
         count += 1
         row, rows, newest_key, length, head, is_item = row_, rows_, newest_key_, length_, head_, is_another
@@ -261,11 +246,18 @@ def _consumer(
 
 
 @gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
+def _role(
+    output, inputs, shared, barriers, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr,
+    POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    if OVERLAP == 2:
+        consumer_ahead(output, inputs, shared, barriers, scale, W, HEAD, BLOCK_N, STAGES, CONSUMERS, CAUSAL, TURNS, PAGE, PACK)
+    else:
+        _consumer(
+            output, inputs, shared, barriers, scale, W, HEAD, BLOCK_N, STAGES, CONSUMERS, CAUSAL, TURNS, POLYNOMIAL, PAGE, PACK,
+            OVERLAP,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TABLES)
@@ -273,8 +265,9 @@ def flash_prefill_turns_kernel(
     qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
     group, units_at_once, out_stride_8, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr,
+    PAGE: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, PLACES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(OVERLAP == 0 or POLYNOMIAL == 0, "one or the other")
     gl.static_assert(PLACES == 2, "an item's queries and the next one's")
     gl.static_assert(
         CONSUMERS == 2 or STAGES >= 3, "who skips a tile waits for one further on while others read the one before"
@@ -282,12 +275,15 @@ def flash_prefill_turns_kernel(
     qs = tiles.room_for_queries(qd, 2 * CONSUMERS, HEAD, PACK)
     ks = tiles.room_for_tiles(kd, STAGES, BLOCK_N, HEAD, PAGE)
     vs = tiles.room_for_tiles(vd, STAGES, BLOCK_N, HEAD, PAGE)
-    mending = (make_barriers(1, 1).index(0), make_barriers(1, CONSUMERS - 1).index(0))
+    mending = (tiles.make_barriers(1, 1).index(0), tiles.make_barriers(1, CONSUMERS - 1).index(0))
     board = make_board(CONSUMERS + 2)
-    barriers = (
-        make_barriers(2 * CONSUMERS, 1), make_barriers(2 * CONSUMERS, 1), make_barriers(STAGES, 1), make_barriers(STAGES, 1),
-        make_barriers(1, 1).index(0), mending, board,
-    )  # fmt: skip
+    of_queries = (tiles.make_barriers(2 * CONSUMERS, 1), tiles.make_barriers(2 * CONSUMERS, 1))
+    of_tiles = (tiles.make_barriers(STAGES, 1), tiles.make_barriers(STAGES, 1))
+    if OVERLAP == 0:
+        edge = tiles.make_barriers(1, 1).index(0)
+    else:
+        edge = mending[0]  # a barrier of its own, at which nobody waits, would be set up in memory that is given to others
+    barriers = (of_queries[0], of_queries[1], of_tiles[0], of_tiles[1], edge, mending, board)
     fence_async_shared()
     inputs = (qd, kd, vd)
     shared = (qs, ks, vs)
@@ -296,26 +292,27 @@ def flash_prefill_turns_kernel(
     requests = (CU_Q, LENS, BASE, batch, item_rows, min_q, in_order)
     heads = (units, units_at_once)
     M: gl.constexpr = CONSUMERS * 64 // PACK
+    REGISTERS: gl.constexpr = [240, 32, 32, 32] if OVERLAP == 2 else [232, 48, 48, 48]
     # constants stay constants only where they are written in the call itself
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
-                         PAGE, PACK)),
-            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
-                         PAGE, PACK)),
+            (_role, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
+                         PAGE, PACK, OVERLAP)),
+            (_role, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
+                         PAGE, PACK, OVERLAP)),
             (_load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS, 2)),
             (_load_queries, (inputs, shared, barriers, HEAD, 2, PACK)),
             (post_items, (board, requests, COUNTER, heads, CAUSAL)),
-        ], [4, 1, 1, 1], [232, 48, 48, 48])
+        ], [4, 1, 1, 1], REGISTERS)
     else:
         gl.warp_specialize([
-            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
-                         PAGE, PACK)),
-            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
-                         PAGE, PACK)),
-            (_consumer, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
-                         PAGE, PACK)),
+            (_role, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
+                         PAGE, PACK, OVERLAP)),
+            (_role, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
+                         PAGE, PACK, OVERLAP)),
+            (_role, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
+                         PAGE, PACK, OVERLAP)),
             (_load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS, 3)),
             (_load_queries, (inputs, shared, barriers, HEAD, 3, PACK)),
             (post_items, (board, requests, COUNTER, heads, CAUSAL)),

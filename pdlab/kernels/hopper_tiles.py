@@ -18,6 +18,14 @@ ROWS = gl.constexpr(64)  # query rows of a consumer
 
 
 @gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def bring_tile(
     descriptor, full, places, stage, key, length, table, kv_head, base, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr, KV_HEADS: gl.constexpr,
@@ -140,6 +148,18 @@ def wait_for_empty(place, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def give_back_keys(count, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The place of the count-th tile's K; in rings of four it is given back with V's, as there are six barriers for places."""
+    if STAGES <= 3:
+        give_back(count % STAGES, CONSUMERS)
+
+
+@gluon.jit
+def give_back_values(count, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    give_back(count % STAGES + (STAGES if STAGES <= 3 else 0), CONSUMERS)
+
+
+@gluon.jit
 def mask(s, at, newest, COLUMNS: gl.constexpr):
     """Scores of keys from `at` on, those after a row's newest key set to -inf."""
     keys = at + gl.arange(0, s.shape[1], COLUMNS)
@@ -209,6 +229,102 @@ def softmax(s, m, total, scale, PER_ROW: gl.constexpr, POLYNOMIAL: gl.constexpr)
 
 
 @gluon.jit
+def row_halves(s):
+    """[64, n] -> two of [4, 8, n]: the upper and the lower rows of each warp's 16. A thread holds one row of each."""
+    return s.reshape([4, 2, 8, s.shape[1]]).permute((0, 2, 3, 1)).split()
+
+
+@gluon.jit
+def whole_rows(upper, lower):
+    """What row_halves took apart; convert_layout gives it the layout it had, without moving anything."""
+    return gl.join(upper, lower).permute((0, 3, 1, 2)).reshape([64, upper.shape[2]])
+
+
+@gluon.jit
+def whole_column(upper, lower, LAYOUT: gl.constexpr):
+    """The same for a number a row: two of [4, 8] -> [64]."""
+    return gl.convert_layout(gl.join(upper, lower).permute((0, 2, 1)).reshape([64]), LAYOUT)
+
+
+@gluon.jit
+def column_halves(m):
+    return m.reshape([4, 2, 8]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _half_by_thread(x):
+    return x.reshape([4, 8, x.shape[2] // 32, 4, 4, 2])
+
+
+@gluon.jit
+def half_limits(s, m, scale):
+    """Of half the rows: the new maximum, what to take from the scaled scores, and what earlier sums shrink by."""
+    top = gl.max(gl.max(gl.max(gl.max(_half_by_thread(s), 5), 3), 2), 2)
+    m_new = gl.maximum(m, gl.convert_layout(top, m.type.layout) * scale)
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, gl.convert_layout(safe, gl.SliceLayout(2, s.type.layout)), gl.exp2(m - safe)
+
+
+@gluon.jit
+def half_sums(p):
+    """[4, 8, 4]: what each of the four threads of a row holds."""
+    return gl.sum(gl.sum(gl.sum(_half_by_thread(p), 5), 3), 2)
+
+
+@gluon.jit
+def no_sums(zeros):
+    """Denominators by thread before the first tile; `zeros`: scores that are."""
+    return _thread_sums(zeros)
+
+
+@gluon.jit
+def softmax_apart(s, m, scale, SCORES: gl.constexpr):
+    """The first part of a tile's softmax: all maxima, and the exponentials of each warp's upper rows.
+
+    Returns what softmax_together goes on with. In the machine code all of it comes before what follows the call, and nothing of
+    the second part does: the lower rows' maxima run under the upper rows' exponentials.
+    """
+    upper, lower = row_halves(s)
+    m_upper, m_lower = column_halves(m)
+    m_upper, safe_upper, shrink_upper = half_limits(upper, m_upper, scale)
+    p_upper = gl.exp2(upper * scale - gl.expand_dims(safe_upper, 2))
+    m_lower, safe_lower, shrink_lower = half_limits(lower, m_lower, scale)
+    sums_upper = end_block(half_sums(p_upper))
+    m = whole_column(m_upper, m_lower, gl.SliceLayout(1, SCORES))
+    shrink = whole_column(shrink_upper, shrink_lower, gl.SliceLayout(1, SCORES))
+    return m, shrink, (p_upper, sums_upper, lower, safe_lower)
+
+
+@gluon.jit
+def softmax_together(part, total, shrink, scale, SCORES: gl.constexpr):
+    """The second part: p, and the denominators by thread."""
+    p_upper, sums_upper, lower, safe_lower = part
+    p_lower = gl.exp2(lower * scale - gl.expand_dims(safe_lower, 2))
+    sums = gl.convert_layout(whole_rows(sums_upper, half_sums(p_lower)), total.type.layout)
+    total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout)), 1) + sums
+    return gl.convert_layout(whole_rows(p_upper, p_lower), SCORES), total
+
+
+@gluon.jit
+def end_block(x):
+    """x, after all that it depends on; the assembler moves nothing across.
+
+    What ends a basic block is a loop that a value would enter which no sum of exponentials takes (a NaN of certain bits).
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, $1, 0x7fabcdef;
+        AGAIN: @p bra DONE;
+        nanosleep.u32 20;
+        bra AGAIN;
+        DONE: mov.b32 $0, $1;
+        }""",
+        "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def zero_rows_from(tile, first, HEAD: gl.constexpr, BLOCK_N: gl.constexpr):
     """Rows of a V tile past the request's end hold anything, also NaN, and 0 * NaN would reach the output."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
@@ -219,6 +335,22 @@ def zero_rows_from(tile, first, HEAD: gl.constexpr, BLOCK_N: gl.constexpr):
             values = piece.load(layout)
             piece.store(gl.where(gl.expand_dims(i * 32 + rows < first, 1), values, 0.0).to(values.dtype))
     fence_async_shared()
+
+
+@gluon.jit
+def mend_values(
+    vs, v_full, mending, count, mends, first, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):
+    """The first consumer zeroes the V rows past the request's end for all of them."""
+    mended, noticed = mending
+    if W == 0:
+        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
+        zero_rows_from(vs.index(count % STAGES), first, HEAD, BLOCK_N)
+        mbarrier.wait(noticed, (mends & 1) ^ 1)  # nobody is still waiting for the mending before this one
+        mbarrier.arrive(mended, count=1)
+    else:
+        mbarrier.wait(mended, mends & 1)
+        mbarrier.arrive(noticed, count=1)
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ def compile_job(tile: HopperTile, head: int, page: int) -> dict[str, Any]:
         "HEAD": head, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "CONSUMERS": tile.consumers,
         "CAUSAL": True, "TURNS": 0 if tile.blocks else int(tile.turns),
         "POLYNOMIAL": tile.polynomial, "PAGE": page, "KV_HEADS": 8 if page else 0, "PACK": tile.pack,
-        "PLACES": tile.places,
+        "PLACES": tile.places, "OVERLAP": 0 if tile.blocks else tile.overlap,
     }  # fmt: skip
     kernel = flash_prefill_tasks_kernel if tile.blocks else flash_prefill_turns_kernel
     built = ahead_of_time(kernel, GluonASTSource, fixed, types, (9, 0), 4)

@@ -24,7 +24,14 @@ from pdlab.kernels.tuning import HopperTile  # noqa: E402
 
 Job = tuple[HopperTile, int, int]  # tile, head size, page size (0: extents)
 MOST_SHARED = 227 << 10  # bytes of a block (CUDA programming guide, compute capability 9.0)
-SOURCES = ("flash_prefill_turns", "flash_prefill_tasks", "hopper_tiles", "prefill_items", "prefill_schedule")
+SOURCES = (
+    "flash_prefill_turns",
+    "flash_prefill_ahead",
+    "flash_prefill_tasks",
+    "hopper_tiles",
+    "prefill_items",
+    "prefill_schedule",
+)
 
 
 def shipped() -> list[Job]:
@@ -44,6 +51,9 @@ OTHERS: list[Job] = [
     (HopperTile(2, 128, 4, polynomial=8), 64, 16),
     (HopperTile(3, 128, 4, pack=4), 64, 0),
     (HopperTile(2, 128, 2, pack=2), 128, 16),
+    (HopperTile(3, 128, 4, pack=4, overlap=1), 64, 16),
+    (HopperTile(2, 128, 2, overlap=1), 128, 0),
+    (HopperTile(2, 64, 4, overlap=2), 128, 16),
     (HopperTile(2, 64, 4, blocks=4, share=4, places=3), 128, 16),
     (HopperTile(2, 128, 2, blocks=4, places=3), 128, 0),
     (HopperTile(3, 64, 9, turns=0, blocks=8), 64, 256),
@@ -54,7 +64,7 @@ JOBS = [*shipped(), *(job for job in OTHERS if job not in shipped())]
 def label(job: Job) -> str:
     tile, head, page = job
     kind = f"{tile.blocks}x{tile.share}" if tile.blocks else "turns" if tile.turns else "pairs"
-    return f"{tile.consumers}x{tile.block_n}x{tile.stages}-{kind}-p={tile.polynomial}-hd={head}-page={page}"
+    return f"{tile.consumers}x{tile.block_n}x{tile.stages}-{kind}-p={tile.polynomial}-o={tile.overlap}-hd={head}-page={page}"
 
 
 def compiled(jobs: list[Job], cache: Path, environment: dict[str, str]) -> dict[Job, dict[str, Any]]:
