@@ -102,10 +102,12 @@ def hopper_tiles(head_dim: int, length: int, group: int) -> Iterator[HopperTile]
         yield replace(pairs, by_request=4096)
     if group > 1 and (head_dim == 64 or length > HOPPER_QUERIES[3]):
         yield replace(pairs, pack=4)
+    if head_dim == 128 and length > HOPPER_QUERIES[3]:
+        yield replace(pairs, overlap=1)
     if head_dim == 64 and length > HOPPER_QUERIES[2]:
-        yield from (replace(pairs, consumers=3, turns=turns) for turns in (1, 0))
-        if group > 1:
-            yield from (replace(pairs, consumers=3, turns=turns, pack=4) for turns in (1, 0))
+        packed = replace(pairs, pack=4 if group > 1 else 1)
+        yield replace(packed, overlap=1)
+        yield from (replace(packed, consumers=3, overlap=overlap) for overlap in (0, 1))
 
 
 def sweep(work: Work, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
