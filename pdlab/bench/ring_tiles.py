@@ -44,7 +44,7 @@ def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
     }
 
 
-def persistent_ways() -> dict[str, dict[str, int]]:
+def persistent_ways() -> dict[str, dict[str, Any]]:
     """Settings of the persistent kernel: the size of a stage of its ring, and fewer of them."""
     return {"1x": {"panels": 1}, "2x": {"panels": 2}, "1x6": {"panels": 1, "stages": 6}}
 

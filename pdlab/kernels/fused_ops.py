@@ -54,6 +54,7 @@ class FusedOps(DispatchedOps):
         self.stacks: dict[int, tuple[list[LayerWeights], DecodeStack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
         self.meeting = Meeting(self.device, RESIDENT * self.tuning.multiprocessors if self.device.type == "cuda" else 0)
+        self.meeting.pdl &= self.pdl
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
         self.ring_tiles: dict[
             tuple[str, int, int], RingTile | None
