@@ -74,6 +74,11 @@ class HopperTile:
     pack: int = 1  # query heads of a group whose rows share a tile of 64, without `blocks`: 1, 2, 4 or 8
     overlap: int = 0  # what runs under what in a consumer, without `blocks`: 0, 1 or 2, see flash_prefill_turns
 
+    def __post_init__(self) -> None:
+        # a block has sixteen hardware barriers; beyond them the device meets an illegal instruction, and its context is lost
+        if not self.blocks and self.stages > 6:
+            raise ValueError(f"a ring of {self.stages} stages needs more hardware barriers than are left: at most 6")
+
 
 Tile = TypeVar("Tile", DecodeTile, DecodeRing, PrefillTile, HopperTile)
 

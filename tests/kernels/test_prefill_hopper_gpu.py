@@ -27,7 +27,7 @@ IN_TURNS = {
         HopperTile(3, 128, 4, pack=4),
         HopperTile(3, 128, 4, turns=2),
         HopperTile(2, 128, 4, polynomial=8),
-        HopperTile(2, 64, 8, turns=0, pack=2),
+        HopperTile(2, 64, 6, turns=0, pack=2),
         HopperTile(3, 128, 4, pack=4, overlap=1),
         HopperTile(2, 128, 4, pack=4, overlap=2),
     ],

@@ -74,3 +74,10 @@ def test_packed_heads_share_a_tile_of_rows(group: int, pack: int) -> None:
 )
 def test_no_few_heads_are_left_for_the_end(fit: int, items: int, heads: int) -> None:
     assert heads_at_once(32, fit, items, 132) == heads
+
+
+def test_a_ring_that_needs_more_hardware_barriers_than_there_are_is_refused() -> None:
+    HopperTile(2, 64, 6)
+    HopperTile(3, 64, 9, blocks=4)  # its places are given back otherwise
+    with pytest.raises(ValueError, match="at most 6"):
+        HopperTile(2, 64, 7)
