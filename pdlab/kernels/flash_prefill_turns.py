@@ -17,7 +17,6 @@ What runs under what in a consumer (HopperTile.overlap):
 
     0   P V of the last tile under all exponentials of this one; then the output is scaled and p converted
     1   P V under half of the exponentials, the scaling and the conversion under the other half
-    2   as 1, and the scores are computed a tile ahead, see flash_prefill_ahead
 
 FLOPs and bytes: as flash_prefill. Hopper only (compute capability 9.0), compiled there and nowhere else.
 Oracle: reference.ReferenceOps.attention. Twin for the interpreter: flash_prefill.
@@ -36,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pdlab.kernels import hopper_tiles as tiles
-from pdlab.kernels.flash_prefill_ahead import consumer_ahead
 from pdlab.kernels.hopper_tiles import ROWS
 from pdlab.kernels.prefill_schedule import NUMBERS, TABLES, make_board, post_items, take_item, tiles_seen
 
@@ -245,21 +243,6 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit
-def _role(
-    output, inputs, shared, barriers, scale, W: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr,
-    POLYNOMIAL: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    if OVERLAP == 2:
-        consumer_ahead(output, inputs, shared, barriers, scale, W, HEAD, BLOCK_N, STAGES, CONSUMERS, CAUSAL, TURNS, PAGE, PACK)
-    else:
-        _consumer(
-            output, inputs, shared, barriers, scale, W, HEAD, BLOCK_N, STAGES, CONSUMERS, CAUSAL, TURNS, POLYNOMIAL, PAGE, PACK,
-            OVERLAP,
-        )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TABLES)
 def flash_prefill_turns_kernel(
     qd, kd, vd, od, OUT, CU_Q, LENS, BASE, TABLE, COUNTER, table_stride, scale, batch, item_rows, min_q, in_order, units, share,
@@ -292,26 +275,25 @@ def flash_prefill_turns_kernel(
     requests = (CU_Q, LENS, BASE, batch, item_rows, min_q, in_order)
     heads = (units, units_at_once)
     M: gl.constexpr = CONSUMERS * 64 // PACK
-    REGISTERS: gl.constexpr = [240, 32, 32, 32] if OVERLAP == 2 else [232, 48, 48, 48]
     # constants stay constants only where they are written in the call itself
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_role, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK, OVERLAP)),
-            (_role, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 2, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK, OVERLAP)),
             (_load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS, 2)),
             (_load_queries, (inputs, shared, barriers, HEAD, 2, PACK)),
             (post_items, (board, requests, COUNTER, heads, CAUSAL)),
-        ], [4, 1, 1, 1], REGISTERS)
+        ], [4, 1, 1, 1], [232, 48, 48, 48])
     else:
         gl.warp_specialize([
-            (_role, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 0, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK, OVERLAP)),
-            (_role, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 1, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK, OVERLAP)),
-            (_role, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
+            (_consumer, (output, inputs, shared, barriers, scale, 2, HEAD, BLOCK_N, STAGES, 3, CAUSAL, TURNS, POLYNOMIAL,
                          PAGE, PACK, OVERLAP)),
             (_load_tiles, (inputs, shared, barriers, work, HEAD, M, BLOCK_N, STAGES, CAUSAL, PAGE, KV_HEADS, 3)),
             (_load_queries, (inputs, shared, barriers, HEAD, 3, PACK)),

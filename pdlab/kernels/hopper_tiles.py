@@ -272,12 +272,6 @@ def half_sums(p):
 
 
 @gluon.jit
-def no_sums(zeros):
-    """Denominators by thread before the first tile; `zeros`: scores that are."""
-    return _thread_sums(zeros)
-
-
-@gluon.jit
 def softmax_apart(s, m, scale, SCORES: gl.constexpr):
     """The first part of a tile's softmax: all maxima, and the exponentials of each warp's upper rows.
 

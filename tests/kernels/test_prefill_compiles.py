@@ -26,7 +26,6 @@ Job = tuple[HopperTile, int, int]  # tile, head size, page size (0: extents)
 MOST_SHARED = 227 << 10  # bytes of a block (CUDA programming guide, compute capability 9.0)
 SOURCES = (
     "flash_prefill_turns",
-    "flash_prefill_ahead",
     "flash_prefill_tasks",
     "hopper_tiles",
     "prefill_items",
@@ -53,7 +52,6 @@ OTHERS: list[Job] = [
     (HopperTile(2, 128, 2, pack=2), 128, 16),
     (HopperTile(3, 128, 4, pack=4, overlap=1), 64, 16),
     (HopperTile(2, 128, 2, overlap=1), 128, 0),
-    (HopperTile(2, 64, 4, overlap=2), 128, 16),
     (HopperTile(2, 64, 4, blocks=4, share=4, places=3), 128, 16),
     (HopperTile(2, 128, 2, blocks=4, places=3), 128, 0),
     (HopperTile(3, 64, 9, turns=0, blocks=8), 64, 256),

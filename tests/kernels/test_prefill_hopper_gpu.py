@@ -20,7 +20,6 @@ IN_TURNS = {
         HopperTile(2, 128, 2, turns=0, pack=4),
         HopperTile(2, 64, 4, by_request=4096),
         HopperTile(2, 128, 2, overlap=1),
-        HopperTile(2, 64, 4, overlap=2),
     ],
     64: [
         HopperTile(2, 128, 4),
@@ -29,7 +28,6 @@ IN_TURNS = {
         HopperTile(2, 128, 4, polynomial=8),
         HopperTile(2, 64, 6, turns=0, pack=2),
         HopperTile(3, 128, 4, pack=4, overlap=1),
-        HopperTile(2, 128, 4, pack=4, overlap=2),
     ],
 }
 ALONE = {
