@@ -26,6 +26,10 @@ GRAPH_MS = 6.0  # of long calls so many go into a graph as take this long, at le
 PAUSE_S = 0.02  # before each turn on a GPU
 # p and the output are rounded to the dtype: relative 2^-9 (bfloat16) and 2^-12 (float16) on average, each
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
+OWN = ("ours", "ours_alone", "triton")  # this project's attention, under the names that suites give it
+# What rivals say no with: SDPA where no kernel fits, CUDA and running out of memory (RuntimeError, as NotImplementedError is),
+# FlashAttention's and FlashInfer's checks of shapes (AssertionError, ValueError), an interface of another version (TypeError)
+_REFUSALS = (AssertionError, RuntimeError, ValueError, TypeError)
 
 
 def make_view(
@@ -88,13 +92,17 @@ def last_request(q: torch.Tensor, view: KVView, most: int = 256) -> tuple[torch.
     return out.view(rows, q.shape[1], q.shape[2]), rows
 
 
+class Wrong(AssertionError):
+    """A call ran and gave something else than attention."""
+
+
 def check(name: str, call: Call, q: torch.Tensor, view: KVView, truth_rows: tuple[torch.Tensor, int] | None = None) -> None:
-    """Raises AssertionError unless call(q, view) is attention to within rounding. `truth_rows` as of last_request."""
+    """Raises Wrong unless call(q, view) is attention to within rounding. `truth_rows` as of last_request."""
     truth, rows = truth_rows or last_request(q, view)
     out = call(q, view)[-rows:].double()
     error = float((out - truth).norm() / truth.norm())
     if not error < TOLERANCE[str(q.dtype).removeprefix("torch.")]:
-        raise AssertionError(f"{name} is wrong: relative error {error:.2e}")
+        raise Wrong(f"{name} is wrong: relative error {error:.2e}")
 
 
 def backend(name: str, q: torch.Tensor, view: KVView, requests: int) -> Call:
@@ -150,8 +158,10 @@ def measure(
     budget_ms: float = 60,
     truth: tuple[torch.Tensor, int] | None = None,
 ) -> Measured:
-    """Each call checked, then timed in turns over caches rotated past L2. What is wrong or cannot run here is left out.
+    """Each call checked, then timed in turns over caches rotated past L2. What is wrong, or a rival that refuses, is left out.
 
+    Raises what one of OWN raises: a rival may refuse a shape, this project's attention may not. If it runs and is wrong the
+    others are still timed, and `insist` fails the suite at its end.
     `truth`: what last_request(q, view) gives, where it is there already.
     With `graph` everything is timed inside CUDA graphs, of 20 calls or of as many as take GRAPH_MS. On a GPU a pause comes
     before each turn, and each round begins with another variant: what a long kernel finds of the card's power is what the one
@@ -168,7 +178,9 @@ def measure(
         try:
             check(name, call, q, view, truth)
             usable[name] = call
-        except (AssertionError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except _REFUSALS as error:
+            if name in OWN and not isinstance(error, Wrong):
+                raise
             left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     rotation = L2Rotation(copy, 2 * view.k.numel() * view.k.element_size(), l2_bytes=None if q.is_cuda else 0)
 
@@ -203,7 +215,7 @@ def record_left_out(ctx: Context, left_out: dict[str, str], metric: str, unit: s
 
 def insist(ctx: Context, *own: str) -> None:
     """Raises AssertionError if this project's own attention was wrong somewhere; called when the other rows are made."""
-    wrong = [r for r in ctx.record.rows if r.variant in (own or ("ours", "triton")) and "is wrong" in r.status]
+    wrong = [r for r in ctx.record.rows if r.variant in (own or OWN) and "is wrong" in r.status]
     if wrong:
         raise AssertionError(f"{len(wrong)} cases are wrong, the first: {wrong[0].params}: {wrong[0].status}")
 

@@ -74,44 +74,6 @@ def _wrong(q: torch.Tensor, view: Any) -> torch.Tensor:
     return BACKEND("plain", q, view, len(view.host_lens))(q, view) * 1.001
 
 
-def test_a_wrong_kernel_is_not_timed() -> None:
-    q, view = _attention.make_view(
-        [30, 20], [30, 20], heads=2, kv_heads=1, head_dim=8, page=4, dtype="float32", device="cpu", seed=0
-    )  # fmt: skip
-    right = _attention.backend("plain", q, view, 2)
-    _attention.check("right", right, q, view)
-    with pytest.raises(AssertionError, match="relative error"):
-        _attention.check("wrong", _wrong, q, view)
-    found = _attention.measure({"right": right, "wrong": _wrong}, q, view, graph=False, rounds=1, budget_ms=1)
-    assert set(found.times) == {"right"}
-    assert "relative error" in found.left_out["wrong"]
-
-
-def test_variants_are_timed_in_turns_that_begin_with_another_each_round() -> None:
-    from pdlab.hardware.timing import Timings
-
-    order: list[str] = []
-
-    def timer(name: str) -> Any:
-        return lambda: order.append(name) or Timings(float(len(order)), 0, 0, 1)
-
-    found = _attention._in_turns({name: timer(name) for name in "abc"}, 3, 0.0)
-    assert "".join(order) == "abcbcacab"
-    assert {name: t.median for name, t in found.items()} == {"a": 6.0, "b": 4.0, "c": 5.0}  # of 1 6 8, 2 4 9 and 3 5 7
-
-
-def test_a_suite_whose_own_attention_is_wrong_writes_the_rest_and_fails(tmp_path: Path, monkeypatch: Any) -> None:
-    real = _attention.backend
-    monkeypatch.setattr(_attention, "backend", lambda name, *rest: _wrong if name == "sdpa" else real(name, *rest))
-    monkeypatch.setattr(_attention, "insist", lambda ctx, insist=_attention.insist: insist(ctx, "sdpa"))
-    with pytest.raises(AssertionError, match="2 cases are wrong"):
-        suites.run("attention_decode", device="cpu", out=tmp_path, say=lambda line: None)
-    (table,) = tmp_path.glob("*/attention_decode.csv")
-    assert ",plain," in table.read_text()
-    assert ",sdpa," in table.read_text()
-    assert "skipped:AssertionError" in table.read_text()
-
-
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [n, N, D], k and v [m, K, D], causal with the last query at the last key."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -1,0 +1,110 @@
+"""What is timed beside what: a wrong kernel never, a rival that refuses is named, this project's own refusal is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdlab.bench import _attention, attention_decode, ceilings, suites
+from pdlab.costs.roofline import Ceilings
+
+BACKEND = _attention.backend
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode suite with two small cases and no ceilings to measure."""
+    _attention._ceilings.cache_clear()
+    monkeypatch.setattr(ceilings, "measure", lambda *args, **kwargs: Ceilings(1e10, 1e10, 1e11, "measured"))
+    monkeypatch.setattr(attention_decode, "_SMOKE", [(2, 40, 16), (2, 33, 0)])
+
+
+def _wrong(q: torch.Tensor, view: Any) -> torch.Tensor:
+    return BACKEND("plain", q, view, len(view.host_lens))(q, view) * 1.001
+
+
+def _small() -> tuple[torch.Tensor, Any]:
+    return _attention.make_view([9], [9], heads=2, kv_heads=1, head_dim=8, page=4, dtype="float32", device="cpu", seed=0)
+
+
+def test_a_wrong_kernel_is_not_timed() -> None:
+    q, view = _attention.make_view(
+        [30, 20], [30, 20], heads=2, kv_heads=1, head_dim=8, page=4, dtype="float32", device="cpu", seed=0
+    )  # fmt: skip
+    right = _attention.backend("plain", q, view, 2)
+    _attention.check("right", right, q, view)
+    with pytest.raises(AssertionError, match="relative error"):
+        _attention.check("wrong", _wrong, q, view)
+    found = _attention.measure({"right": right, "wrong": _wrong}, q, view, graph=False, rounds=1, budget_ms=1)
+    assert set(found.times) == {"right"}
+    assert "relative error" in found.left_out["wrong"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError])
+@pytest.mark.parametrize("own", _attention.OWN)
+def test_a_rival_that_refuses_is_named_with_its_reason_and_our_own_refusal_is_raised(own: str, error: type[Exception]) -> None:
+    def refuses(q: torch.Tensor, view: Any) -> torch.Tensor:
+        raise error("no kernel\n for this shape")
+
+    q, view = _small()
+    right = BACKEND("plain", q, view, 1)
+    found = _attention.measure({"fa3": refuses, own: right}, q, view, graph=False, rounds=1, budget_ms=1)
+    assert set(found.times) == {own}
+    assert found.left_out == {"fa3": f"{error.__name__}: no kernel for this shape"}
+    with pytest.raises(error, match="no kernel"):
+        _attention.measure({"fa3": right, own: refuses}, q, view, graph=False, rounds=1, budget_ms=1)
+
+
+def test_what_no_rival_refuses_with_is_raised_whoever_raises_it() -> None:
+    q, view = _small()
+    with pytest.raises(ZeroDivisionError):
+        _attention.measure({"fa3": lambda q, view: 1 / 0}, q, view, graph=False, rounds=1, budget_ms=1)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("whose", ["flashinfer", "ours"])
+def test_a_refusal_in_a_suite_is_a_row_of_a_rival_and_an_error_of_our_own(whose: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def refuses(q: torch.Tensor, view: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel fits")
+
+    def measure(calls: Any, *rest: Any, real: Any = _attention.measure, **settings: Any) -> _attention.Measured:
+        return real(calls | {whose: refuses}, *rest, **settings)
+
+    monkeypatch.setattr(_attention, "measure", measure)
+    if whose == "ours":
+        with pytest.raises(RuntimeError, match="no kernel fits"):
+            suites.run("attention_decode", device="cpu", out=tmp_path, say=lambda line: None)
+        return
+    _, recorder = suites.run("attention_decode", device="cpu", out=tmp_path, say=lambda line: None)
+    skipped = [(row.variant, row.status) for row in recorder.rows if not row.ok]
+    assert skipped == [("flashinfer", "skipped:RuntimeError: no kernel fits")] * 2
+    assert {row.variant for row in recorder.rows if row.ok} >= {"plain", "sdpa"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_suite_whose_own_attention_is_wrong_writes_the_rest_and_fails(tmp_path: Path, monkeypatch: Any) -> None:
+    real = _attention.backend
+    monkeypatch.setattr(_attention, "backend", lambda name, *rest: _wrong if name == "sdpa" else real(name, *rest))
+    monkeypatch.setattr(_attention, "insist", lambda ctx, insist=_attention.insist: insist(ctx, "sdpa"))
+    with pytest.raises(AssertionError, match="2 cases are wrong"):
+        suites.run("attention_decode", device="cpu", out=tmp_path, say=lambda line: None)
+    (table,) = tmp_path.glob("*/attention_decode.csv")
+    assert ",plain," in table.read_text()
+    assert ",sdpa," in table.read_text()
+    assert "skipped:Wrong: sdpa is wrong" in table.read_text()
+
+
+def test_variants_are_timed_in_turns_that_begin_with_another_each_round() -> None:
+    from pdlab.hardware.timing import Timings
+
+    order: list[str] = []
+
+    def timer(name: str) -> Any:
+        return lambda: order.append(name) or Timings(float(len(order)), 0, 0, 1)
+
+    found = _attention._in_turns({name: timer(name) for name in "abc"}, 3, 0.0)
+    assert "".join(order) == "abcbcacab"
+    assert {name: t.median for name, t in found.items()} == {"a": 6.0, "b": 4.0, "c": 5.0}  # of 1 6 8, 2 4 9 and 3 5 7
