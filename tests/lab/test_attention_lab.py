@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from pdlab.bench.attention_tiles import QUERIES
 from pdlab.bench.records import Recorder
 from pdlab.lab import attention, attention_figures, attention_tables
 from pdlab.lab.style import LabFigure
@@ -117,6 +118,15 @@ def test_records_become_figures_whose_claims_are_computed(tmp_path: Path) -> Non
     assert grid.loc[128, 64] == np.nanmax(grid.to_numpy())
     tiles = whole(attention_figures.recorded_tiles(tables["tiles"], "nvidia-h200"))
     assert "128 × 64 at 256 tokens (1.5× the worst), 128 × 64 at 4,096 tokens (1.5× the worst)" in tiles.claim
+
+
+def test_the_best_square_of_each_length_has_a_frame_whatever_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = next(x for x in np.random.default_rng(0).uniform(100, 700, 1000) if 100 * x / x < 100)  # rounded twice
+    grid = pd.DataFrame([[rate / 2, rate / 3], [rate / 4, rate]], index=[64, 128], columns=[32, 64])
+    monkeypatch.setattr(attention_tables, "tile_grid", lambda *of: grid)
+    figure = attention_figures.recorded_tiles(_recorded(tmp_path)["tiles"], "nvidia-h200")
+    frames = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    assert len(frames) == len(QUERIES)
 
 
 def test_gains_keep_launched_calls_and_single_prompts_apart(tmp_path: Path) -> None:
