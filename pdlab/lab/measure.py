@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -184,13 +185,13 @@ def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str =
     `here` says what the rows are of, where they were not measured on this machine.
 
     A CPU's rows show the mechanism; the ledger itself does not count them, and the table says so. Where both were measured,
-    each has its own reason.
+    each has its own reason. The day is that of the recorded row that decided.
     """
     from IPython.display import Markdown
 
     from pdlab.claims import RULES, judge, read_claims
     from pdlab.claims.evidence import Evidence
-    from pdlab.lab.series import since
+    from pdlab.lab.series import literal
 
     class Own(Evidence):
         def all(self, experiment: str) -> list[Row]:
@@ -203,7 +204,6 @@ def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str =
         "| claim (the article's figures) | verdict | why |",  # three columns fit a phone
         "|---|---|---|",
     ]
-    sources = here or own, f"recorded on {reference}{since(reference)}"
     for claim in (c for c in read_claims() if c.id in ids):
         finding = RULES[claim.rule](Own(lab.machine.slug), claim)
         ledger = recorded[claim.id]
@@ -211,11 +211,18 @@ def verdicts(lab: Lab, rows: Iterable[Row], ids: Sequence[str], reference: str =
         if "not_measured" not in (finding.verdict, ledger.verdict) and finding.reason != ledger.reason:
             why = f"{here or 'here'}: {finding.reason}. {reference}: {ledger.reason}"
         said = "" if claim.article in ("", "–") else f" ({claim.article})"
-        found = zip((finding.verdict, ledger.verdict), sources, strict=True)
-        verdict = "<br>".join(f"{_words(word)}: {source}" for word, source in found)
-        cells = (f"**{claim.id}** {claim.claim}{said}", verdict, why)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        found = {here or own: finding.verdict, f"recorded on {reference}{_day(ledger.ours)}": ledger.verdict}
+        if finding.verdict == ledger.verdict and (ledger.ours or {}).get("kind") == "predicted":
+            found = {"by arithmetic, whatever is measured": ledger.verdict}
+        verdict = "<br>".join(f"{_words(word)}: {source}" for source, word in found.items())
+        lines.append(f"| **{claim.id}** {literal(claim.claim + said)} | {verdict} | {literal(why)} |")
     return Markdown("\n".join(lines))
+
+
+def _day(ours: dict[str, Any] | None) -> str:
+    """The day on which the run of a verdict's value began, from its provenance: " (2026-11-29)"; empty where there is none."""
+    found = re.match(r"(\d{4})(\d\d)(\d\d)T", str((ours or {}).get("provenance_id")))
+    return f" ({'-'.join(found.groups())})" if found else ""
 
 
 def _words(verdict: str) -> str:

@@ -60,6 +60,10 @@ def ledger(device: str) -> Any:
 
     lines = [f"| | claim | the article | verdict from {device}'s records{since(device)} |", "|---|---|---|---|"]
     for v in judge(device):
-        cells = (v.id, v.claim, v.article, v.verdict.replace("_", " "))
-        lines.append("| " + " | ".join(re.sub(r"([|_*])", r"\\\1", cell) for cell in cells) + " |")
+        lines.append("| " + " | ".join(map(literal, (v.id, v.claim, v.article, v.verdict.replace("_", " ")))) + " |")
     return Markdown("\n".join(lines))
+
+
+def literal(text: str) -> str:
+    """`text` for a cell of a Markdown table, where a name such as __restrict__ is no emphasis."""
+    return re.sub(r"([|_*])", r"\\\1", text)

@@ -163,6 +163,38 @@ def test_where_both_were_measured_both_reasons_are_given(
     assert re.search(r"here: .*\b8\b.* nvidia-h200: .*\b1[34]\b", why)
 
 
+def test_a_recorded_verdict_has_the_day_of_the_row_that_decided_not_of_the_newest_table(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("data_dir", "home_dir"):
+        monkeypatch.setattr(tables, name, lambda: tmp_path)
+    folder = tmp_path / "measurements" / "nvidia-h200"
+    folder.mkdir(parents=True)
+    of = '"{""batch"":1,""dtype"":""bfloat16"",""model"":""m"",""phase"":""decode"",""tokens"":9}"'
+
+    def row(day: str, experiment: str, metric: str, params: str) -> str:
+        id = f"202601{day}T000000Z-abcdef"
+        return f"{id},2026-01-{day}T00:00:00Z,{experiment},ours,{params},{metric},percent,9,9,9,3,measured,ok,{id}-0"
+
+    written = {
+        "prefill_vs_decode": [row("02", "prefill_vs_decode", f"{what}_utilization", of) for what in ("compute", "bandwidth")],
+        "soak": [row("13", "soak", "cost", "{}")],
+    }
+    for name, rows in written.items():
+        (folder / f"{name}.csv").write_text("\n".join([",".join(tables.COLUMNS), *rows, ""]))
+    a2, a3 = measure.verdicts(lab, [], ["A2", "A3"]).data.splitlines()[-2:]
+    assert "recorded on nvidia-h200 (2026-01-02)" in a3
+    assert "2026-01-13" not in a2 + a3
+    assert "**impossible**: by arithmetic, whatever is measured |" in a2
+    assert "recorded on" not in a2
+
+
+def test_names_with_underscores_in_verdicts_are_no_emphasis(lab: Lab) -> None:
+    line = measure.verdicts(lab, [], ["E2"]).data.splitlines()[-1]
+    assert r"\_\_restrict\_\_: bandwidth" in line
+    assert "__restrict__" not in line
+
+
 def test_headings_say_when_a_device_was_last_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("data_dir", "home_dir"):
         monkeypatch.setattr(tables, name, lambda: tmp_path)
