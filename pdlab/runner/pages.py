@@ -41,7 +41,9 @@ NOTEBOOK_CSS = """
 .output_stderr, .output_error { border-left: 3px solid var(--warn); padding-left: .6rem; }
 .output_error { border-color: var(--bad); }
 .text_cell_render pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem; }
-.rendered_html table { display: block; overflow-x: auto; }
+.rendered_html table { display: block; overflow-x: auto; border: 0; } /* pandas writes border="1" */
+.rendered_html :is(th, td) { border: 0; border-bottom: 1px solid var(--line); }
+.dataframe :is(td, thead th) { text-align: right; }
 .banner { border: 1px solid currentColor; border-radius: 6px; padding: .6rem .8rem; }
 .ansi-red-fg, .ansi-red-intense-fg { color: var(--bad); } .ansi-green-fg, .ansi-green-intense-fg { color: var(--good); }
 .ansi-yellow-fg, .ansi-yellow-intense-fg { color: var(--warn); } .ansi-blue-fg, .ansi-blue-intense-fg { color: var(--link); }
