@@ -1,4 +1,4 @@
-"""What the notebooks about decoding compute and look up: recorded rows that belong together, launches, algebra, live steps."""
+"""What the notebooks about decoding compute and look up: recorded rows that belong together, algebra, live steps."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ SWITCHES = {
     "ring": "+ ring of weights",
     "two_steps": "+ two steps in flight",
 }
+WORDS = dict(zip(map(stages.name_of, stages.waterfall()), ("plain PyTorch, launched", *SWITCHES.values()), strict=True))
 
 
 # --- recorded rows
@@ -60,6 +61,11 @@ def missing(table: pd.DataFrame, device: str, experiment: str) -> bool:
 def day(table: pd.DataFrame) -> str:
     """The day of a recorded table's newest row."""
     return str(table["time_utc"].max())[:10] if len(table) else ""
+
+
+def written(table: pd.DataFrame, form: str = "{:.1f}") -> pd.DataFrame:
+    """The numbers of a table as text; empty where there is none."""
+    return table.map(lambda value: "" if value != value else form.format(value))
 
 
 def shown(rows: Iterable[Row]) -> pd.DataFrame:
@@ -153,8 +159,7 @@ def sampling_gains(device: str, experiment: str, kinds: Sequence[str]) -> pd.Dat
 def falls(table: pd.DataFrame, model: str, value: str = "median") -> dict[str, float]:
     """The waterfall of one model: tokens a second after each switch, from `unfused` on; switches not recorded are left out."""
     rows = table[table["model"] == model].set_index("variant")[value]
-    steps = zip(("plain PyTorch, launched", *SWITCHES.values()), stages.waterfall(), strict=True)
-    return {words: float(rows[name]) for words, s in steps if (name := stages.name_of(s)) in rows.index}
+    return {words: float(rows[name]) for name, words in WORDS.items() if name in rows.index}
 
 
 def beside_prediction(predicted: Mapping[str, float], wall: float, recorded: Mapping[str, float], end: float) -> pd.DataFrame:
@@ -226,59 +231,6 @@ def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
         if {more, "ours"} <= set(rows.index):
             found[f"{switch} (off by default)"] = {"in all, against without": rows[more] / rows["ours"]}
     return pd.DataFrame(found).T
-
-
-# --- launches
-
-
-def tiny_of(config: ModelConfig) -> str:
-    """The tiny random model of the same family, which takes the same operators in a layer."""
-    return f"random:{'gpt2' if config.family == 'gpt2' else 'llama'}-tiny"
-
-
-def operator_calls(loaded: Loaded, batch: int = 1) -> pd.DataFrame:
-    """How many PyTorch operators one layer's decode takes when nothing is fused, by model operation; counted live."""
-    import pandas as pd
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    from pdlab.bench import _breakdown
-
-    with _breakdown.step_of(loaded, frozenset(), 16, batch, ranged=True) as (executor, plan):
-        _breakdown.run_steps(executor, [plan(0)], 1)
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            _breakdown.run_steps(executor, [plan(1)], 1)
-    events = list(profiler.events())
-    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events if e.name in _breakdown.OPERATIONS]
-    counts = dict.fromkeys(_breakdown.OPERATIONS, 0)
-    for e in events:
-        if _works(e):
-            name = next((n for n, start, end in spans if start <= e.time_range.start <= end), None)
-            if name:
-                counts[name] += 1
-    layers = loaded.config.num_layers
-    each = {name: n / (1 if name == "projection_sample" else layers) for name, n in counts.items()}
-    return pd.DataFrame({"operators, plain": {k: round(v) for k, v in each.items()}, "kernels, fused": 1})
-
-
-_VIEWS = ("view", "reshape", "expand", "slice", "select", "transpose", "unsqueeze", "split", "detach", "alias", "as_strided")
-
-
-def _works(event: Any) -> bool:
-    """Whether a profiler's event is an operator that a reader would count: called by nobody else, and more than a view."""
-    outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::")
-    return bool(event.name.startswith("aten::") and outermost and not any(word in event.name for word in _VIEWS))
-
-
-def operators(call: Any, *arguments: Any) -> int:
-    """How many PyTorch operators a call takes."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    call(*arguments)
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-        call(*arguments)
-    return sum(map(_works, profiler.events()))
 
 
 # --- algebra

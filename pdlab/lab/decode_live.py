@@ -17,7 +17,58 @@ if TYPE_CHECKING:
     from pdlab.bench.decode_single_stream import Stream
     from pdlab.bench.records import Recorder
     from pdlab.lab.session import Lab
+    from pdlab.models.config import ModelConfig
     from pdlab.models.loading import Loaded
+
+
+def tiny_of(config: ModelConfig) -> str:
+    """The tiny random model of the same family, which takes the same operators in a layer."""
+    return f"random:{'gpt2' if config.family == 'gpt2' else 'llama'}-tiny"
+
+
+def operator_calls(loaded: Loaded, batch: int = 1) -> pd.DataFrame:
+    """How many PyTorch operators one layer's decode takes when nothing is fused, by model operation; counted live."""
+    import pandas as pd
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from pdlab.bench import _breakdown
+
+    with _breakdown.step_of(loaded, frozenset(), 16, batch, ranged=True) as (executor, plan):
+        _breakdown.run_steps(executor, [plan(0)], 1)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            _breakdown.run_steps(executor, [plan(1)], 1)
+    events = list(profiler.events())
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events if e.name in _breakdown.OPERATIONS]
+    counts = dict.fromkeys(_breakdown.OPERATIONS, 0)
+    for e in events:
+        if _works(e):
+            name = next((n for n, start, end in spans if start <= e.time_range.start <= end), None)
+            if name:
+                counts[name] += 1
+    layers = loaded.config.num_layers
+    each = {name: n / (1 if name == "projection_sample" else layers) for name, n in counts.items()}
+    return pd.DataFrame({"operators, plain": {k: round(v) for k, v in each.items()}, "kernels, fused": 1})
+
+
+_VIEWS = ("view", "reshape", "expand", "slice", "select", "transpose", "unsqueeze", "split", "detach", "alias", "as_strided")
+
+
+def _works(event: Any) -> bool:
+    """Whether a profiler's event is an operator that a reader would count: called by nobody else, and more than a view."""
+    outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::")
+    return bool(event.name.startswith("aten::") and outermost and not any(word in event.name for word in _VIEWS))
+
+
+def operators(call: Any, *arguments: Any) -> int:
+    """How many PyTorch operators a call takes."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    call(*arguments)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        call(*arguments)
+    return sum(map(_works, profiler.events()))
 
 
 def launch_curve(lab: Lab, sizes: Sequence[int]) -> pd.DataFrame:

@@ -219,7 +219,15 @@ def test_the_kernel_table_counts_what_the_walk_pays_for() -> None:
     assert table.loc["llama-1b", "operators, plain"] == 79 * 16 + 15
     floor = decode.wall(GPU, ["llama-1b"], 4.6e12, 640)["ms a token"].iloc[0] * 1e3
     assert table.loc["llama-1b", "bytes of a fused kernel, us"] * 82 == pytest.approx(floor)
-    assert [decode.tiny_of(config_of(m)) for m in ("gpt2-xl", "llama-3-8b")] == ["random:gpt2-tiny", "random:llama-tiny"]
+    assert [decode_live.tiny_of(config_of(m)) for m in ("gpt2-xl", "llama-3-8b")] == ["random:gpt2-tiny", "random:llama-tiny"]
+
+
+def test_tables_for_readers_are_blank_where_there_is_no_number_and_name_switches_in_words() -> None:
+    table = decode.written(pd.DataFrame({"a": [1.26, float("nan")], "b": [3, 4]}))
+    assert table.to_numpy().tolist() == [["1.3", "3.0"], ["", "4.0"]]
+    words = {"unfused": "plain PyTorch, launched", "unfused_graph": "+ CUDA graph", "ours": "+ two steps in flight"}
+    assert decode.WORDS.items() >= words.items()
+    assert list(decode.WORDS) == [stages.name_of(s) for s in stages.waterfall()]
 
 
 def joined(figure: Any) -> list[int]:
@@ -260,7 +268,7 @@ def test_a_stream_that_would_take_too_long_is_timed_on_fewer_tokens(
 
 
 def test_operators_are_counted_by_operation() -> None:
-    counts = decode.operator_calls(load("random:llama-tiny"))["operators, plain"]
+    counts = decode_live.operator_calls(load("random:llama-tiny"))["operators, plain"]
     assert counts["out_residual"] == 2  # a product and an addition
     assert counts["norm_qkv_rope"] > 10
     assert counts["projection_sample"] > 2
@@ -268,7 +276,8 @@ def test_operators_are_counted_by_operation() -> None:
 
 def test_only_operators_that_work_are_counted() -> None:
     x = torch.ones(4, 6)
-    assert decode.operators(lambda: (x + 1).view(6, 4).transpose(0, 1) @ x.view(6, 4)[:, :3]) == 2  # an addition and a product
+    # an addition and a product
+    assert decode_live.operators(lambda: (x + 1).view(6, 4).transpose(0, 1) @ x.view(6, 4)[:, :3]) == 2
 
 
 def test_rounding_where_nothing_need_be_rounded_shows() -> None:
