@@ -75,14 +75,18 @@ def _as_one(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 class DecodeStack:
     """A model's layers for the persistent kernel: the words in which its programs hand over results, the epoch, counters.
 
-    Kept between launches, so that a captured graph finds it where it was. Launches that share it must not run at the same time.
+    Kept between launches, so that a captured graph finds it where it was; a graph holds addresses, no tensors, so whoever keeps
+    one keeps the stack. Launches that share it must not run at the same time.
     """
 
     def __init__(
         self, layers: list[LayerWeights], *, heads: int, kv_heads: int, head_dim: int, programs: int,
         tile: StackTile | None = None,
     ) -> None:  # fmt: skip
-        """`programs` are all resident at once: no more than there are multiprocessors."""
+        """`programs` are all resident at once: no more than there are multiprocessors. Not during a capture: RuntimeError."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # each replay would stack weights that have been given back, and begin epochs again
+            raise RuntimeError("a DecodeStack cannot be made while a graph is captured; run the step once before")
         w = layers[0]
         device, dtype = w.qkv.device, w.qkv.dtype
         self.layers, self.heads, self.kv_heads, self.head_dim = layers, heads, kv_heads, head_dim
@@ -112,7 +116,11 @@ class DecodeStack:
         self.trace = torch.zeros(stamps, dtype=torch.int64, device=device)  # ns
 
     def __call__(self, x: torch.Tensor, rope: RopeTable, view: KVView) -> torch.Tensor:
-        """The residual stream [1, H] behind the last layer, of x [1, H], contiguous. One request; view.k is of all layers."""
+        """The residual stream [1, H] behind the last layer, of x [1, H], contiguous. One request; view.k is of all layers.
+
+        ValueError where the kernel would leave memory that it was given, as far as the host can know.
+        """
+        self._check(x, rope, view)
         out = torch.empty_like(x)
         parts = max(1, min(self.parts, triton.cdiv(view.max_kv, keys_of(self.head_dim))))
         persistent_decode_kernel[(self.programs,)](
@@ -123,6 +131,24 @@ class DecodeStack:
             num_warps=4, launch_cooperative_grid=self.programs > 1,
         )  # fmt: skip
         return out
+
+    def _check(self, x: torch.Tensor, rope: RopeTable, view: KVView) -> None:
+        dtype, cells = self.u.dtype, (self.kv_heads, view.page_size, self.head_dim)
+        if x.shape != (1, self.hidden) or x.dtype != dtype or not x.is_contiguous() or len(view.seq_lens) != 1:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; the stack takes one contiguous row, {dtype} [1, {self.hidden}]")
+        for cache in (view.k, view.v):
+            if len(cache.shape) != 5 or cache.shape[0] != len(self.layers) or cache.shape[2:] != cells:
+                wanted = f"[{len(self.layers)}, pages, {', '.join(map(str, cells))}]"
+                raise ValueError(f"the cache is {list(cache.shape)}; the stack reads {wanted}, of all layers")
+            if cache.dtype != dtype or not cache.is_contiguous() or cache.shape != view.k.shape:
+                raise ValueError(f"K and V must be contiguous, alike, and {dtype}")
+        rows, half = rope.cos.shape
+        if half * 2 != self.head_dim or rope.sin.shape != rope.cos.shape or rows < view.max_kv:
+            raise ValueError(f"the rotary table is {list(rope.cos.shape)}; {view.max_kv} tokens need a row each")
+        if view.kind == "paged" and view.block_table.shape[1] * view.page_size < max(1, view.max_kv):
+            raise ValueError(f"{view.block_table.shape[1]} pages of {view.page_size} do not hold {view.max_kv} tokens")
+        if self.tile.traced and self.trace.numel() == 1:
+            raise ValueError("a stack that was made without stamps has no memory for them; make it with traced=True")
 
     def constants(self) -> dict[str, int]:
         """The kernel's compile-time arguments, all but the cache's."""

@@ -82,7 +82,7 @@ def task_of(length, parts, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def places(t, head, newest, table, KV_HEADS: gl.constexpr, HEAD: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr):
-    """int64 offsets [KEYS, D] in a layer's cache of positions t; behind the newest they repeat it."""
+    """int64 offsets [KEYS, D] in a layer's cache of positions t; behind the newest, 0 or more, they repeat it."""
     d = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, t.type.layout.parent)), 0)
     return gl.expand_dims(_cells(gl.minimum(t, newest), head, table, KV_HEADS, HEAD, PAGED, PAGE), 1) + d
 

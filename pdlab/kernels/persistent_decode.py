@@ -169,20 +169,21 @@ def _consume(
     epoch = gl.load(EPOCH) + 1
     _publish(X, AFTER_DOWN, epoch, HIDDEN)
     token, length = (gl.load(SLOTS), gl.load(POSITIONS)), gl.load(LENGTHS)
+    newest = gl.maximum(length - 1, 0)  # of an empty cache too there is a page to look up, though nothing on it is read
     # where the part's first two blocks of keys lie is the same in every layer
     task = task_of(length, parts, KV_HEADS)
     head, part, key, end = task
     t = key + gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(0, score_layout(GROUP_PAD, HEAD))))
-    first_at = places(t, head, length - 1, table, KV_HEADS, HEAD, PAGED, PAGE)
-    second_at = places(t + KEYS, head, length - 1, table, KV_HEADS, HEAD, PAGED, PAGE)
+    first_at = places(t, head, newest, table, KV_HEADS, HEAD, PAGED, PAGE)
+    second_at = places(t + KEYS, head, newest, table, KV_HEADS, HEAD, PAGED, PAGE)
     i = 0
     for layer in range(layers):
         begin = layer * (AT_DOWN + HIDDEN // TILE)
         far_layer = layer.to(gl.int64) * kv_stride  # type: ignore[attr-defined]  # a cache may hold more than 32 bits count
         kc, vc = KC + far_layer, VC + far_layer
         # all but the newest are older than this launch: on their way while the others finish W_down, and during W_qkv
-        first = older(kc, vc, first_at, t, end, length - 1)
-        second = older(kc, vc, second_at, t + KEYS, end, length - 1)
+        first = older(kc, vc, first_at, t, end, newest)
+        second = older(kc, vc, second_at, t + KEYS, end, newest)
         if gl.program_id(0) % 16 == 0:
             _ask(MLP_NORM + layer * HIDDEN, HIDDEN)
             _ask(ATTN_NORM + gl.minimum(layer + 1, layers - 1) * HIDDEN, HIDDEN)

@@ -81,6 +81,18 @@ class StackCase:
         return DecodeStack(layers, **heads, programs=self.programs, tile=StackTile(**(self.tile or {})))
 
 
+def at_length(view: KVView, length: int) -> KVView:
+    """The same buffers, which now describe a request of `length` tokens; 0: nobody's, as a graph's rows that fill it up are."""
+    last = max(length - 1, 0)
+    slot = int(view.base) + last
+    if view.kind == "paged":
+        slot = int(view.block_table[0, last // view.page_size]) * view.page_size + last % view.page_size
+    view.seq_lens.fill_(length)
+    view.positions.fill_(last)
+    view.slots.fill_(slot)
+    return replace(view, host_lens=((1, length),))
+
+
 def exact(x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable, view: KVView) -> torch.Tensor:
     """The residual stream by the plain operations; writes the cache of `view`."""
     ops = ReferenceOps()

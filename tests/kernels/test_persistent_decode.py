@@ -1,6 +1,6 @@
 """The persistent decode kernel without a GPU: compiled, how it wants its weights laid out, and which layers it takes.
 
-Nothing interprets it: what it computes is tested on a GPU.
+What it computes is tested in test_persistent_imitated, and on a GPU.
 """
 
 from __future__ import annotations

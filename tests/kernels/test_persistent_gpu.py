@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from persistent_cases import StackCase, begun_again, given_up, stack_errors
+from persistent_cases import StackCase, at_length, begun_again, exact, given_up, stack_errors
 
 from pdlab.core.config import EngineConfig, SamplingParams
 from pdlab.kernels.persistent_decode import WRAP
@@ -97,6 +97,32 @@ def test_a_graph_of_many_layers_gives_the_same_stream_at_every_replay(u_words: b
         graph.replay()
         assert torch.equal(out, first)
     assert int(stack.failed) == 0
+
+
+@pytest.mark.parametrize("settings", [{"page": 16}, {"page": 1}, {"page": 1, "kind": "extent"}], ids=str)
+def test_one_graph_is_right_at_every_length_and_with_an_empty_cache(settings: dict[str, Any]) -> None:
+    """Captured as an engine does it before there is a request; the bound that it knows is the longest."""
+    here = case("llama-1b", length=3000, **settings)
+    x, layers, rope, view = here.make()
+    stack = here.stack(layers)
+    empty = stack(x, rope, at_length(view, 0)).clone()
+    assert empty.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = stack(x, rope, view)
+    for length in (0, 1, 33, 640, 3000, 17, 0):
+        now = at_length(view, length)
+        graph.replay()
+        wanted = exact(x, layers, rope, now) if length else empty
+        assert float((out.double() - wanted.double()).abs().max() / wanted.double().abs().max()) < TOLERANCE
+    assert int(stack.failed) == 0
+
+
+def test_a_stack_is_not_made_during_a_capture() -> None:
+    here = case("small")
+    _, layers, _, _ = here.make()
+    with pytest.raises(RuntimeError, match="run the step once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        here.stack(layers)
 
 
 def answer(persistent: bool) -> Any:

@@ -1,0 +1,359 @@
+"""Gluon kernels run on a CPU as the Python that they are: every address is checked, and programs wait for one another.
+
+    run = Imitation(persistent_decode_kernel);   run[(programs,)](*arguments)       as a launch
+
+Tensors are PyTorch's, layouts are ignored. What is imitated, so far as the persistent decode kernel uses it:
+  - Memory: each tensor lies in an address space of its own, so a load, store, prefetch or copy that leaves it, by however
+    little, raises OutOfBounds. A Sparse tensor may be larger than this machine: untouched elements are 0.
+  - 32 bits: a sum or product of them that does not fit raises OverflowError.
+  - Programs, and the parts of warp_specialize: threads of which one runs at a time. The turn goes to one drawn at random
+    wherever somebody waits, and now and then at a store. The threads of one program are one, so its own races are not seen.
+  - Words: the waits that persistent_words writes in PTX, read from that text: which addresses, under which guards.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import random
+import re
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from imitated_values import LAYOUT, Memory, OutOfBounds, Sparse, T, pair, plain, value_of
+from triton.runtime.jit import JITFunction
+
+LOST_BITS = 0x7FFF7FFF  # of a wait that gave up
+_of_thread = threading.local()
+
+
+# --- turns
+
+
+class Turns:
+    """Threads of which one runs at a time."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.alive = random.Random(seed), dict[int, threading.Semaphore]()
+        self.threads: list[threading.Thread] = []
+        self.failed: BaseException | None = None
+
+    def begin(self, program: int, run: Callable[[], Any]) -> int:
+        me = len(self.threads)
+        self.alive[me] = threading.Semaphore(0)
+        thread = threading.Thread(target=self._thread, args=(me, program, run))
+        self.threads.append(thread)
+        thread.start()
+        return me
+
+    def _thread(self, me: int, program: int, run: Callable[[], Any]) -> None:
+        _of_thread.me, _of_thread.program = me, program
+        self.alive[me].acquire()
+        try:
+            if self.failed is None:
+                run()
+        except BaseException as error:
+            self.failed = self.failed or error
+        del self.alive[me]
+        self.next()
+
+    def next(self) -> None:
+        if self.alive:
+            self.alive[self.rng.choice(sorted(self.alive))].release()
+
+    def pass_on(self) -> None:
+        own = self.alive[_of_thread.me]
+        self.next()
+        own.acquire()
+        if self.failed is not None:
+            raise RuntimeError("another program failed") from self.failed
+
+    def until(self, there: Callable[[], Any], most: int = 200_000) -> None:
+        for _ in builtins.range(most):
+            if there():
+                return
+            self.pass_on()
+        raise RuntimeError("a wait without a bound does not end")
+
+    def run(self) -> None:
+        self.next()
+        for thread in self.threads:  # it grows while this goes on
+            thread.join()
+        if self.failed is not None:
+            raise self.failed
+
+
+# --- shared memory and its barriers
+
+
+class Shared:
+    def __init__(self, v: torch.Tensor) -> None:
+        self.v, self.dtype = v, v.dtype
+
+    def index(self, i: Any) -> Shared:
+        if not 0 <= int(i) < len(self.v):
+            raise OutOfBounds(f"[{int(i)}] of {len(self.v)} in shared memory")
+        return Shared(self.v[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.v.permute(order))
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.v.narrow(dim, start, length))
+
+    def store(self, value: T) -> None:
+        assert value.v.dtype == self.dtype
+        assert value.v.shape == self.v.shape
+        self.v.copy_(value.v)
+
+    def load(self, layout: Any = None) -> T:
+        return T(self.v.clone())
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.count = self.left = self.bytes = self.phases = 0
+
+    def step(self, arrivals: int, more_bytes: int) -> None:
+        self.left, self.bytes = self.left - arrivals, self.bytes + more_bytes
+        assert self.left >= 0
+        if self.left == self.bytes == 0:
+            self.phases, self.left = self.phases + 1, self.count
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+
+
+class Barriers(list):
+    def index(self, i: Any) -> Barrier:  # type: ignore[override]
+        return self[int(i)]
+
+
+class Descriptor:
+    """A two-dimensional tensor, copied in blocks; zeros behind the last column."""
+
+    layout = LAYOUT
+
+    def __init__(self, made: Any) -> None:
+        self.v, self.block, self.dtype = made.base, made.block_shape, made.base.dtype
+        self.block_type = types.SimpleNamespace(nbytes=self.block[0] * self.block[1] * self.dtype.itemsize)
+
+    def copy(self, at: list[Any], barrier: Barrier, to: Shared) -> None:
+        row, column = (int(i) for i in at)
+        if not (0 <= row <= self.v.shape[0] - self.block[0] and 0 <= column < self.v.shape[1]):
+            raise OutOfBounds(f"a block at {row}, {column} of {tuple(self.v.shape)}")
+        block = self.v[row : row + self.block[0], column : column + self.block[1]]
+        to.v.zero_()
+        to.v[:, : block.shape[1]] = block
+        barrier.step(0, -self.block_type.nbytes)
+
+
+# --- the language
+
+
+class Language:
+    """What kernels call gl, and what they import from gluon's modules for Hopper, for one launch."""
+
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    int16, int32, int64, uint16, uint32 = torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32
+    constexpr = SliceLayout = BlockedLayout = NVMMADistributedLayout = SwizzledSharedLayout = LAYOUT
+
+    def __init__(self, programs: int, seed: int) -> None:
+        self.memory, self.turns, self.programs = Memory(), Turns(seed), programs
+        self._made: dict[Any, Callable[..., Any]] = {}
+        self.mbarrier = types.SimpleNamespace(
+            MBarrierLayout=LAYOUT, init=lambda b, count: b.init(count), arrive=lambda b, count: b.step(count, 0),
+            expect=lambda b, size: b.step(1, size), wait=lambda b, phase: self.turns.until(lambda: b.phases & 1 != int(phase)),
+        )  # fmt: skip
+        self.tma = types.SimpleNamespace(async_copy_global_to_shared=lambda d, at, barrier, to: d.copy(at, barrier, to))
+
+    def python(self, kernel: JITFunction) -> Callable[..., Any]:
+        """The kernel's Python, which sees this language where the kernel sees Gluon."""
+        if kernel not in self._made:
+            fn, names = kernel.fn, dict[str, Any]()
+            self._made[kernel] = types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
+            for name, value in fn.__globals__.items():
+                names[name] = self.python(value) if isinstance(value, JITFunction) else getattr(value, "value", value)
+            names |= {"gl": self, "range": self.range, "mbarrier": self.mbarrier, "tma": self.tma}
+            nothing = dict.fromkeys(("barrier", "fence_async_shared"), lambda: None)
+            names |= nothing | {"warpgroup_mma": self.mma, "warpgroup_mma_wait": lambda n, deps: deps}
+        return self._made[kernel]
+
+    def range(self, *bounds: Any) -> Any:
+        return (T(torch.tensor(i, dtype=torch.int32)) for i in builtins.range(*map(int, bounds)))
+
+    static_range = staticmethod(builtins.range)
+
+    def program_id(self, axis: int) -> T:
+        return T(torch.tensor(_of_thread.program, dtype=torch.int32))
+
+    def num_programs(self, axis: int) -> T:
+        return T(torch.tensor(self.programs, dtype=torch.int32))
+
+    def warp_specialize(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+        (first, args), *others = parts
+        begun = [self.turns.begin(_of_thread.program, lambda f=f, a=a: f(*a)) for f, a in others]
+        first(*args)
+        self.turns.until(lambda: not any(i in self.turns.alive for i in begun))
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if dtype == torch.int64:
+            return Barriers(Barrier() for _ in builtins.range(shape[0]))
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    @staticmethod
+    def mma(a: Shared, b: Shared, acc: T, is_async: bool = True) -> T:
+        return T(acc.v + a.v.float() @ b.v.float())
+
+    # memory
+
+    def load(self, at: T, mask: Any = None, other: Any = None, cache_modifier: str = "") -> T:
+        assert at.element is not None
+        here = torch.ones_like(at.v, dtype=torch.bool) if mask is None else value_of(mask).expand(at.v.shape)
+        elsewhere = other if other is not None else float("nan") if at.element.is_floating_point else -1
+        out = torch.full(at.v.shape, elsewhere, dtype=at.element)
+        if here.any():
+            tensor, index = self.memory.find(at.v[here], at.element)
+            out[here] = tensor.get(index)
+        return T(out)
+
+    def store(self, at: T, value: Any, mask: Any = None, cache_modifier: str = "") -> None:
+        assert at.element is not None
+        if self.turns.rng.random() < 1 / 16:
+            self.turns.pass_on()
+        values = value_of(value, at.element).to(at.element)
+        shape = torch.broadcast_shapes(at.v.shape, values.shape)
+        here = torch.ones(shape, dtype=torch.bool) if mask is None else value_of(mask).expand(shape)
+        if here.any():
+            tensor, index = self.memory.find(at.v.expand(shape)[here], at.element)
+            tensor.put(index, values.expand(shape)[here])
+
+    def atomic_add(self, at: T, value: int, sem: str, scope: str) -> T:
+        self.turns.pass_on()
+        before = self.load(at)
+        tensor, index = self.memory.find(at.v, at.element)
+        tensor.put(index, before.v + value)
+        return before
+
+    def inline_asm_elementwise(self, text: str, operands: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+        if "prefetch" in text:
+            self.memory.find(args[0].v, torch.bfloat16)
+            return None
+        if "ld.relaxed.gpu.global.v2.b64" in text:
+            return self._look(text, args)
+        if "ld.acquire" in text:
+            at, target, lost, patience = args
+            there = self._wait(lambda: self._read(at.v, torch.int32) >= int(target), lost, patience)
+            return T(torch.tensor(int(there), dtype=torch.int32))
+        seen, at, epoch, lost, patience = args  # one word, loaded before
+        word = [seen.v]
+
+        def again() -> bool:
+            missing = (word[0] >> 32) != int(epoch)
+            if missing.any():
+                word[0] = torch.where(missing, self._read(at.v, torch.int64), word[0])
+            return not ((word[0] >> 32) != int(epoch)).any()
+
+        return T(word[0].to(torch.int32)) if self._wait(again, lost, patience) else self._lost(seen.v)
+
+    def _read(self, address: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        tensor, index = self.memory.find(address, dtype)
+        return tensor.get(index)
+
+    @staticmethod
+    def _lost(like: torch.Tensor) -> T:
+        return T(torch.full(like.shape, LOST_BITS, dtype=torch.int32))
+
+    def _wait(self, look: Callable[[], Any], lost: T, patience: T) -> bool:
+        for n in builtins.range(1, int(patience) + 1):
+            if look():
+                return True
+            if n == int(patience):
+                break
+            if n % 256 == 0 and int(self._read(lost.v, torch.int32)):
+                return False
+            self.turns.pass_on()
+        tensor, index = self.memory.find(lost.v, torch.int32)
+        tensor.put(index, tensor.get(index) + 1)
+        return False
+
+    def _look(self, text: str, args: list[Any]) -> tuple[T, ...]:
+        """Waits for two words at each read of `text`; data of a read under a guard that does not hold is what it says there."""
+        reads = re.findall(r"(?:@g(\d+) )?ld\.relaxed\.gpu\.global\.v2\.b64 \{w\d+, w\d+\}, \[\$(\d+)\+(\d+)\];", text)
+        guards = re.findall(r"setp\.lt\.s32 g\d+, (\d+), \$\d+;", text)
+        otherwise = [int(bits) for bits in re.findall(r"mov\.b32 t, (\d+); mov\.b64 w", text)]
+        starts, (epoch, lost, patience), bound = args[:2], args[2:5], args[5:]
+        shape = torch.broadcast_shapes(starts[0].v.shape, starts[1].v.shape)
+        data: list[torch.Tensor] = []
+
+        def look() -> bool:
+            data.clear()
+            for i, (guard, operand, offset) in enumerate(reads):
+                if guard and int(guards[int(guard)]) >= int(bound[0]):
+                    signed = torch.tensor(otherwise[2 * i : 2 * i + 2], dtype=torch.int64).to(torch.int32)
+                    data.extend(bits.expand(shape) for bits in signed)
+                    continue
+                at = starts[int(operand) - 2 * len(reads)].v.expand(shape) + int(offset)
+                if (at % 16).any():
+                    raise OutOfBounds("two words at once begin at a multiple of 16 bytes")
+                both = [self._read(at + 8 * j, torch.int64) for j in (0, 1)]
+                if any(((word >> 32) != int(epoch)).any() for word in both):
+                    return False
+                data.extend(word.to(torch.int32) for word in both)
+            return True
+
+        if self._wait(look, lost, patience):
+            return tuple(T(d) for d in data)
+        return tuple(self._lost(torch.empty(shape)) for _ in builtins.range(2 * len(reads)))
+
+    # values
+
+    arange = staticmethod(lambda a, b, layout=None: T(torch.arange(a, b, dtype=torch.int32)))
+    zeros = staticmethod(lambda shape, dtype, layout: T(torch.zeros(shape, dtype=dtype)))
+    full = staticmethod(lambda shape, value, dtype, layout: T(torch.full(shape, value, dtype=dtype)))
+    expand_dims = staticmethod(lambda x, axis: T(x.v.unsqueeze(axis), x.element))
+    convert_layout = staticmethod(lambda x, layout: x)
+    join = staticmethod(lambda a, b: T(torch.stack(pair(a, b), -1)))
+    reshape = staticmethod(lambda x, shape: T(x.v.reshape(shape)))
+    permute = staticmethod(lambda x, order: T(x.v.permute(order)))
+    minimum, maximum = staticmethod(plain(torch.minimum)), staticmethod(plain(torch.maximum))
+    where = staticmethod(lambda c, a, b: T(torch.where(value_of(c), *pair(a, b))))
+    sum = staticmethod(lambda x, axis: T(x.v.sum(axis, dtype=x.v.dtype)))
+    max = staticmethod(lambda x, axis: T(x.v.amax(axis)))
+    exp, exp2, rsqrt = (staticmethod(lambda x, f=f: T(f(x.v))) for f in (torch.exp, torch.exp2, torch.rsqrt))
+
+
+class Imitation:
+    """A kernel, launched as Triton launches it. `seed`: who is next where programs wait for one another."""
+
+    def __init__(self, kernel: JITFunction, seed: int = 0) -> None:
+        self.kernel, self.seed = kernel, seed
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int = 4, launch_cooperative_grid: bool = False, **named: Any) -> None:
+            self.seed += 1
+            language = Language(grid[0], self.seed)
+            signature = inspect.signature(self.kernel.fn)
+            bound = signature.bind(*args, **named).arguments
+            for name, value in bound.items():
+                if "constexpr" not in str(signature.parameters[name].annotation):
+                    bound[name] = self._argument(language, name, value)
+            run = language.python(self.kernel)
+            for program in range(grid[0]):
+                language.turns.begin(program, lambda: run(**bound))
+            language.turns.run()
+
+        return launch
+
+    @staticmethod
+    def _argument(language: Language, name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor | Sparse):
+            return language.memory.pointer(name, value)
+        if isinstance(value, float):
+            return T(torch.tensor(value, dtype=torch.float32))
+        if isinstance(value, int):  # 64 bits only where 32 do not do
+            return T(torch.tensor(value, dtype=torch.int32 if -(2**31) <= value < 2**31 else torch.int64))
+        return Descriptor(value)

@@ -1,0 +1,173 @@
+"""The persistent decode kernel's own code on a CPU: right, whoever is next, and never outside the memory that it is given.
+
+How programs share out work and wait, and every address, are the kernel's; the rest is imitated, see imitated_gluon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from imitated_gluon import Imitation
+from imitated_values import OutOfBounds, Sparse
+from persistent_cases import StackCase, at_length, begun_again, exact, given_up, stack_errors
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from pdlab.kernels import decode_stack
+from pdlab.kernels.persistent_decode import WRAP, persistent_decode_kernel
+
+TOLERANCE = 2.5e-2  # as on a GPU: q, u, x and y of every layer are rounded to 8 bits, by the plain operations too
+BASE: dict[str, Any] = {"hidden": 128, "heads": 4, "kv_heads": 2, "dim": 64, "ffn": 128, "dtype": "bfloat16", "programs": 3}
+
+
+def case(**more: Any) -> StackCase:
+    return StackCase(**BASE | more)
+
+
+@pytest.fixture(autouse=True)
+def _imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decode_stack, "persistent_decode_kernel", Imitation(persistent_decode_kernel))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors of some hundred elements
+    yield
+    torch.set_num_threads(threads)
+
+
+def apart(mine: torch.Tensor, right: torch.Tensor) -> float:
+    return float((mine.double() - right.double()).abs().max() / right.double().abs().max())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"length": 1, "page": 16},
+        {"length": 70, "programs": 9},  # four parts of each head's cache, and a program that has none
+        {"length": 33, "page": 1, "programs": 2},
+        {"length": 100, "kind": "extent", "page": 1},
+        {"length": 40, "ffn": 1152, "layers": 1},  # two panels, of which the second is not full
+        {"length": 9, "heads": 6, "tile": {"u_words": False, "stages": 2}},
+    ],
+    ids=str,
+)
+def test_two_launches_match_the_plain_operations(settings: dict[str, Any]) -> None:
+    found = stack_errors(case(**settings))
+    assert found.pop("counters") == 0
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("most", [1, 96])
+def test_the_bound_on_the_length_may_be_far_from_the_length(most: int) -> None:
+    """A graph knows the bound alone, by which the cache is cut in parts: here one, and more than there is cache for."""
+    here = case(length=96, programs=9, layers=1, page=16)
+    x, layers, rope, view = here.make()
+    stack = here.stack(layers)
+    for length in (96, 1, 33):
+        now = at_length(view, length)
+        got = stack(x, rope, replace(now, max_kv=most))
+        assert apart(got, exact(x, layers, rope, now)) < TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [{"page": 16}, {"page": 1}, {"page": 1, "kind": "extent"}], ids=str)
+def test_an_empty_cache_is_read_nowhere(settings: dict[str, Any]) -> None:
+    """What a graph's capture runs before there is a request."""
+    here = case(length=5, layers=1, **settings)
+    x, layers, rope, view = here.make()
+    view.k.fill_(float("nan"))
+    view.v.fill_(float("nan"))
+    out = here.stack(layers)(x, rope, at_length(view, 0))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("more_pages", [-1, 1], ids=["layers 2^31 elements apart at most", "layers further apart"])
+def test_a_cache_beyond_32_bits_gives_what_a_small_one_gives(more_pages: int) -> None:
+    here = case(length=70, page=16, layers=3)
+    x, layers, rope, view = here.make()
+    stack = here.stack(layers)
+    used, cells = range(5), here.kv_heads * here.page * here.dim
+    pages = 2**31 // cells + more_pages
+    far = replace(view, block_table=view.block_table.clone(), slots=view.slots.clone())
+    for name in ("k", "v"):
+        near, cache = getattr(view, name), Sparse((here.layers, pages, *view.k.shape[2:]), torch.bfloat16)
+        for layer in range(here.layers):
+            for i in used:
+                page = near[layer, view.block_table[0, i]].flatten()
+                cache.put((layer * pages + pages - 1 - i) * cells + torch.arange(cells), page)
+        far = replace(far, **{name: cache})
+    far.block_table[0, : len(used)] = torch.tensor([pages - 1 - i for i in used])
+    assert torch.equal(stack(x, rope, at_length(far, 70)), stack(x, rope, view))
+
+
+def test_a_wait_that_gives_up_ends_with_nan_and_the_next_launch_is_right() -> None:
+    assert given_up(case(layers=1)) == {"lost": True, "failed": 1, "after": 0.0, "left": 0}
+
+
+def test_epochs_that_begin_again_change_nothing() -> None:
+    assert begun_again(case(layers=1, length=3)) == [(WRAP.value, 0.0), (0, 0.0), (2, 0.0), (4, 0.0)]
+
+
+def test_what_the_host_can_know_to_be_out_of_bounds_is_refused() -> None:
+    here = case(layers=2)
+    x, layers, rope, view = here.make()
+    stack = here.stack(layers)
+    longer = replace(view, max_kv=1000)
+    for changed, why in (
+        (view.layer(0), "all layers"),
+        (replace(view, k=view.k[:1]), "all layers"),
+        (replace(view, page_size=4), "all layers"),
+        (replace(view, v=view.v[:, :-1]), "alike"),
+        (replace(view, k=view.k.transpose(0, 1).contiguous().transpose(0, 1)), "contiguous"),
+        (longer, "a row each"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            stack(x, rope, changed)
+    enough = replace(rope, cos=rope.cos.repeat(50, 1), sin=rope.sin.repeat(50, 1))
+    with pytest.raises(ValueError, match="do not hold"):
+        stack(x, enough, longer)
+    with pytest.raises(ValueError, match="one contiguous row"):
+        stack(x.repeat(2, 1), rope, view)
+    stack.tile = replace(stack.tile, traced=True)
+    with pytest.raises(ValueError, match="stamps"):
+        stack(x, rope, view)
+
+
+def test_a_stack_is_not_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = case()
+    layers = here.make()[1]
+    before = [w.qkv.data_ptr() for w in layers]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run the step once before"):
+        here.stack(layers)
+    assert [w.qkv.data_ptr() for w in layers] == before, "a graph may read them"
+
+
+@gluon.jit
+def astray(X, N, place, factor):
+    gl.store(X + place, gl.load(N + place * factor // factor))
+
+
+@pytest.mark.parametrize("place", [-1, 4])
+def test_the_imitation_notices_one_element_out_of_bounds(place: int) -> None:
+    n = torch.arange(4.0)
+    launch = Imitation(astray)[(1,)]
+    x = torch.zeros(4)
+    launch(x, n, 3, 2)
+    assert x.tolist() == [0, 0, 0, 3]
+    with pytest.raises(OutOfBounds, match=rf"N\[{place} "):
+        launch(x, n, place, 1)
+    if place > 0:
+        with pytest.raises(OutOfBounds, match=r"X\[4 "):
+            launch(x, torch.zeros(5), place, 1)
+
+
+def test_the_imitation_notices_what_32_bits_do_not_hold() -> None:
+    launch = Imitation(astray)[(1,)]
+    with pytest.raises(OverflowError, match="32 bits"):
+        launch(torch.zeros(4), torch.zeros(4), 3, 1 << 30)
+    launch(torch.zeros(4), torch.zeros(4), 3, 1 << 40)  # an argument of 64 bits
