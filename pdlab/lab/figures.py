@@ -6,6 +6,7 @@ measured | recorded | simulated (solid, filled markers), predicted (dashed) or a
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -134,6 +135,13 @@ def latency(
         if len(handles) > 1:
             ax.legend(handles=handles, loc="upper left" if crowded else "best")
     axes[0, 0].set_ylabel(ylabel)
+    figure.draw_without_rendering()
+    for ax in axes[0]:
+        legend = ax.get_legend()
+        if legend is not None and ax.get_yscale() == "log" and _covers_line(ax, legend.get_window_extent()):
+            low, high = ax.get_ylim()
+            ax.set_ylim(low, high * (high / low) ** 0.45)
+            ax.legend(handles=legend.legend_handles, loc="upper left")
     return figure
 
 
@@ -296,9 +304,24 @@ def _short_name(name: str) -> str:
     return re.sub(r"NVIDIA |GeForce |Tesla |\(R\)|\(TM\)| HBM\w*|-SXM\d?(?=-)", "", name).replace("-", " ")[:24]
 
 
+def _covers_line(ax: Axes, box: Any) -> bool:
+    """Whether a box in pixels lies over a line of the axes, or over a marker where none joins them; dotted lines, which only
+    guide the eye, do not count."""
+    import numpy as np
+
+    along = np.linspace(0, 1, 60)[:, None]
+    for line in (line for line in ax.lines if line.get_linestyle() != ":"):
+        path = line.get_transform().transform(np.column_stack(line.get_data()))
+        if line.get_linestyle() != "None" and len(path) > 1:
+            path = np.concatenate([start + along * (end - start) for start, end in itertools.pairwise(path)])
+        if ((path > (box.x0, box.y0)) & (path < (box.x1, box.y1))).all(axis=1).any():
+            return True
+    return False
+
+
 def _label_apart(figure: LabFigure, ax: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
     """A label beside each point (x, y, words, colour), on the first of several sides where it covers neither a marker nor an
-    earlier label."""
+    earlier label, nor, where there is such a side, a line."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # the layout decides where a point is
@@ -307,17 +330,18 @@ def _label_apart(figure: LabFigure, ax: Axes, points: Sequence[tuple[float, floa
     taken = [Bbox.from_extents(px - 6 * pixel, py - 6 * pixel, px + 6 * pixel, py + 6 * pixel) for px, py in spots]
     near = ((7, -4), (-7, 4), (-7, -4), (7, 4), (0, 9), (0, -9))
     sides = [*near, *((2.4 * dx, 2.4 * dy) for dx, dy in near)]
+    tries = [(side, True) for side in sides] + [(side, False) for side in sides]
     for px, py, name, colour in sorted(points):
-        for dx, dy in sides:
+        for (dx, dy), clear in tries:
             at: dict[str, Any] = {
                 "ha": "left" if dx > 0 else "right" if dx < 0 else "center",
                 "va": "bottom" if dy > 0 else "top",
             }
             label = ax.annotate(name, (px, py), (dx, dy), textcoords="offset points", fontsize=8.5, color=colour, **at)
             box = label.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
+            if not any(box.overlaps(other) for other in taken) and not (clear and _covers_line(ax, box)):
                 break
-            if (dx, dy) != sides[-1]:
+            if ((dx, dy), clear) != tries[-1]:
                 label.remove()
         taken.append(box)
 

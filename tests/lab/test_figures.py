@@ -236,3 +236,43 @@ def test_a_crowded_legend_covers_no_measurement() -> None:
     ax = figure.axes[0]
     box = ax.get_legend().get_window_extent()
     assert not any(box.contains(*spot) for line in ax.lines for spot in ax.transData.transform(line.get_xydata()))
+
+
+def over(ax: object, box: object) -> list[str]:
+    """Labels of the solid and dashed lines of which some of many points lie in the box."""
+    found = []
+    for line in ax.lines:  # type: ignore[attr-defined]
+        if line.get_linestyle() in ("-", "--"):
+            x, y = (np.interp(np.linspace(0, 1, 2000), np.linspace(0, 1, len(line.get_xdata())), np.log(values))
+                    for values in line.get_data())  # fmt: skip
+            at = ax.transData.transform(np.exp(np.column_stack([x, y])))  # type: ignore[attr-defined]
+            found += [line.get_label()] * any(box.contains(*point) for point in at)  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_legend_among_lines_of_a_logarithmic_panel_gets_room_above() -> None:
+    steps = {
+        "llama-1b": ([0.97, 1.85, 1.74, 1.9, 2.4], [0.52, 0.53, 0.54, 0.6, 0.83]),
+        "llama-3-8b": ([4.5, 8.0, 8.1, 6.4, 9.4], [3.2, 3.3, 3.4, 3.6, 4.8]),
+    }
+    parts = [(name, kind, ms) for name, both in steps.items() for kind, ms in zip(("measured", "predicted"), both)]
+    lines = pd.concat([table(ms, name, kind) for name, kind, ms in parts])
+    figure = figures.latency({"a": lines, "b": lines}, claim="c", footer="f", xlabel="x", ylabel="y")
+    figure.canvas.draw()
+    for ax in figure.axes:
+        assert ax.get_yscale() == "log"
+        assert over(ax, ax.get_legend().get_window_extent()) == []
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["llama-1b", "llama-3-8b", "predicted"]
+
+
+def test_labels_beside_points_keep_off_the_roof_and_the_lines() -> None:
+    """Steps of two models on an H200: the longest prompts lie a few per cent below the roof."""
+    rows = [("1b", 12.7, 6.4e12, "16 tokens"), ("1b", 180, 8e13, ""), ("1b", 1193, 5.2e14, "4,096 tokens"),
+            ("8b", 15, 1.6e13, "16 tokens"), ("8b", 410, 5.6e14, ""), ("8b", 1780, 6.2e14, "4,096 tokens")]  # fmt: skip
+    points = pd.DataFrame(rows, columns=["series", "intensity", "flops_per_s", "label"])
+    figure = figures.roofline(points, read_bytes_per_s=4.65e12, matmul_flops_per_s=811e12, claim="c", footer="f")
+    figure.canvas.draw()
+    (ax,) = figure.axes
+    labels = [text for text in ax.texts if "tokens" in text.get_text()]
+    assert len(labels) == 4
+    assert [over(ax, text.get_window_extent()) for text in labels] == [[]] * 4
