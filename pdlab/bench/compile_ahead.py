@@ -5,9 +5,9 @@ wait for each in turn.
     pdlab bench decode_single_stream --record --budget 100
 
 or `--what products` and `product_tiles`, `--what attention` and the attention suites, `--what serving` and
-`scheduling_mixed_load`, `estimator_error`, `simulator_error` and `batching`. Triton keeps what it compiled in
-TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models are cut to two layers, which have
-every kernel that the whole model has. Nothing is timed, and nothing is recorded.
+`scheduling_mixed_load`, `estimator_error` and `simulator_error`, `--what batching` and `batching`. Triton keeps what it
+compiled in TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models are cut to two layers,
+which have every kernel that the whole model has. Nothing is timed, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MODELS = ("llama-1b", "llama-3-8b", "llama-2-7b", "gpt2-xl")
 ROWS = (1, 8, 32, 64)  # decode batches that have kernels of their own
+UNLAUNCHED = ("serving", "batching")  # what is gone through without a launch, see _kernels_ahead
 
 
 def two_layers(name: str, machine: Machine) -> Loaded:
@@ -85,52 +86,44 @@ def layouts(ctx: Context, batch: int, length: int) -> None:
     kv_layout._measure(ctx, batch, length, (32, 8, 128), 1e12)
 
 
-def serve(ctx: Context, part: int | None) -> None:
-    """One of the workloads that meet every kind of step; None: the graphs that are captured beforehand."""
-    from pdlab.bench import serving
-
-    scale = serving.scale_of(ctx)
-    scale = replace(scale, config=scale.config.with_(kv_capacity_tokens=200_000))
-    with serving.Session(ctx, scale, loaded=two_layers(scale.model, ctx.machine), capture=part is None) as session:
-        if part is None:
-            session.real(session.config, serving.ladder(session.config))
-        else:
-            session.real(session.config, serving.warm_up(session.config, session.slots)[part])
-
-
-def ends_of_prompts(ctx: Context, queries: int) -> None:
-    """The graphs of decodes beside a chunk of at most `queries` tokens: attention of one kernel for each size of a batch."""
-    from pdlab.bench import serving
-
-    scale = serving.scale_of(ctx)
-    scale = replace(scale, config=scale.config.with_(kv_capacity_tokens=200_000))
-    with serving.Session(ctx, scale, loaded=two_layers(scale.model, ctx.machine), capture=False) as session:
-        session.capture(lambda shape: shape.max_q == queries)
-
-
-def form_batches(ctx: Context, name: str) -> None:
-    """What `batching` needs of one way of forming batches."""
+def meet_all(ctx: Context, what: str) -> None:
+    """What a load meets (serving), or ways of forming batches (batching): graphs of decodes and of steps with prompts, and
+    every kind of step that is launched kernel by kernel."""
     from pdlab.bench import batching, serving
 
     scale = serving.scale_of(ctx)
-    config = scale.config.with_(
-        max_batch_tokens=batching.BUDGET, static_batch_tokens=batching.BUDGET, kv_capacity_tokens=200_000
-    )
-    loaded = two_layers(batching.MODEL, ctx.machine)
+    if what == "batching":
+        budget = {"max_batch_tokens": batching.BUDGET, "static_batch_tokens": batching.BUDGET}
+        scale = replace(scale, model=batching.MODEL, config=scale.config.with_(**budget))
+    scale = replace(scale, config=scale.config.with_(kv_capacity_tokens=200_000))
+    way = "static" if what == "batching" else "continuous_chunked"
     with serving.Session(
-        ctx, replace(scale, model=batching.MODEL, config=config), batching="static", capture=False, loaded=loaded
-    ) as s:
-        for spread in batching.SPREADS:
-            s.real(batching.config_for(s.config, name, batching.BUDGET), batching.burst(48, spread, 1, ctx.seed))
+        ctx, scale, batching=way, capture=what != "batching", loaded=two_layers(scale.model, ctx.machine)
+    ) as session:
+        session.warm()
 
 
-def serving_jobs() -> dict[str, Callable[[Context], None]]:
-    from pdlab.bench import batching
-    from pdlab.engine.prefill_graphs import ENDS
+def side_by_side(ctx: Context, what: str, processes: int, seconds: float) -> int:
+    """Goes through `meet_all` without launching and has the kernels compiled by other processes meanwhile; how many were."""
+    from pdlab.bench import _kernels_ahead as ahead
+    from pdlab.bench.serving import workers
 
-    found: dict[str, Callable[[Context], None]] = {f"serve {part}": partial(serve, part=part) for part in (0, 1, None, 2, 3, 4)}
-    found |= {f"ends {queries}": partial(ends_of_prompts, queries=queries) for queries in ENDS}
-    return found | {f"batching {name}": partial(form_batches, name=name) for name in batching.VARIANTS}
+    began, target = time.monotonic(), ahead.target_here()
+    with workers(True, processes) as submit:
+        waiting: list[tuple[str, Any]] = []
+        with ahead.unlaunched(lambda wanted: waiting.append((wanted.name, submit(ahead.compile_for, target, wanted)))):
+            meet_all(ctx, what)
+        spent = []
+        for name, future in waiting:
+            try:
+                spent.append(future.result(max(0.0, began + seconds - time.monotonic())))
+            except TimeoutError:
+                print(f"not reached: {name}", flush=True)
+            except Exception as error:  # a kernel that does not compile here will say so again where it is launched
+                print(f"failed: {name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+    took = time.monotonic() - began
+    print(f"{len(spent)} of {len(waiting)} kernels in {took:.1f} s, one after the other {sum(spent):.1f} s", flush=True)
+    return len(spent)
 
 
 def jobs() -> dict[str, Callable[[Context], None]]:
@@ -156,8 +149,6 @@ def jobs() -> dict[str, Callable[[Context], None]]:
 def jobs_of(what: str) -> dict[str, Callable[[Context], None]]:
     if what == "decode":
         return jobs()
-    if what == "serving":
-        return serving_jobs()
     from pdlab.bench import _attention_ahead, product_tiles
     from pdlab.kernels.tuning import Tuning
 
@@ -168,19 +159,24 @@ def jobs_of(what: str) -> dict[str, Callable[[Context], None]]:
     return steps | product_tiles.compiled_products(tuning)
 
 
-def work(part: int, parts: int, seconds: float, what: str = "decode") -> None:
-    """Every `parts`-th job from `part` on, until the time is over; a job that fails is named and left."""
+def context_here(seconds: float) -> Context:
+    """Of this process; nothing is said or kept."""
     import tempfile
     from pathlib import Path
 
     from pdlab.bench.records import Recorder
     from pdlab.bench.suites import Context
 
-    machine, started = resolve_device("auto"), time.monotonic()
+    machine = resolve_device("auto")
     if not machine.is_gpu:
         raise DeviceUnavailable("there is no GPU to compile for", "run this where the recording will run")
     recorder = Recorder("compile_ahead", machine.slug, out=Path(tempfile.gettempdir()))
-    context = Context(machine, "full", recorder, seconds, say=lambda line: None)
+    return Context(machine, "full", recorder, seconds, say=lambda line: None)
+
+
+def work(part: int, parts: int, seconds: float, what: str = "decode") -> None:
+    """Every `parts`-th job from `part` on, until the time is over; a job that fails is named and left."""
+    started, context = time.monotonic(), context_here(seconds)
     for name, job in list(jobs_of(what).items())[part::parts]:
         if time.monotonic() - started > seconds:
             print(f"not reached: {name}", flush=True)
@@ -200,9 +196,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no process begins another kernel")
     parser.add_argument("--part", type=int, help="be one of the processes: this one of --processes")
     parser.add_argument(
-        "--what", choices=("decode", "attention", "products", "serving"), default="decode", help="whose kernels"
+        "--what", choices=("decode", "attention", "products", *UNLAUNCHED), default="decode", help="whose kernels"
     )
     given = parser.parse_args(arguments)
+    if given.what in UNLAUNCHED:
+        side_by_side(context_here(given.seconds), given.what, given.processes, given.seconds)
+        return 0
     if given.part is not None:
         work(given.part, given.processes, given.seconds, given.what)
         return 0

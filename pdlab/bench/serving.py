@@ -225,11 +225,11 @@ class Session:
         self.config = with_objectives(self.config, self.estimator.lasting_seconds)
         self.ctx.say(f"  learned from {len(kept)} steps, error before the fit {self.estimator.error()}")
 
-    def capacities(self, *names: str) -> dict[str, float]:
+    def capacities(self, *names: str, n: int = CAPACITY_REQUESTS) -> dict[str, float]:
         """Requests/s of each kind of chats, first come first served: the simulator's, for on the engine itself a saturated run
-        that is mostly neither ramp nor drain takes minutes."""
-        n, one = CAPACITY_REQUESTS if self.ctx.full else 60, Imitation.of(self)
-        with workers(self.ctx.full) as submit:
+        that is mostly neither ramp nor drain takes minutes. `n`: requests of that run on a GPU's scale."""
+        n, one = n if self.ctx.full else 60, Imitation.of(self)
+        with workers(self.ctx.full and len(names) > 1) as submit:
             found = {name: submit(one.capacity, n, self.ctx.seed + 900, name) for name in names}
             capacities = {name: future.result() for name, future in found.items()}
         self.ctx.say(f"  capacity, requests/s: {capacities}")
@@ -319,8 +319,9 @@ class Imitation:
 
 
 @contextmanager
-def workers(parallel: bool) -> Iterator[Callable[..., concurrent.futures.Future[Any]]]:
-    """`submit(function, *args)` over fresh processes (never forks: the parent may hold a CUDA context), or right here."""
+def workers(parallel: bool, most: int | None = None) -> Iterator[Callable[..., concurrent.futures.Future[Any]]]:
+    """`submit(function, *args)` over fresh processes (never forks: the parent may hold a CUDA context), or right here. `most`:
+    of these processes; by default one fewer than there are cores."""
     if not parallel:
 
         def here(function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
@@ -330,7 +331,7 @@ def workers(parallel: bool) -> Iterator[Callable[..., concurrent.futures.Future[
 
         yield here
         return
-    count = max(1, (os.cpu_count() or 2) - 1)
+    count = most or max(1, (os.cpu_count() or 2) - 1)
     pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
     try:
         yield pool.submit
