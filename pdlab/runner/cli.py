@@ -130,7 +130,7 @@ def show_plan(jobs: list[Job], args: argparse.Namespace) -> int:
         print(f"{job.profile:<6} {time_text:>8} {memory_text:>10}  {job.label}")
     known = [row["estimated_seconds"] for row in rows if row["estimated_seconds"] is not None]
     unknown = f", {len(rows) - len(known)} of unknown length" if len(known) < len(rows) else ""
-    print(f"{len(rows)} runs, about {sum(known):.0f} s of work{unknown}")
+    print(f"{len(rows)} run{'s' * (len(rows) != 1)}, about {sum(known):.0f} s of work{unknown}")
     return 0
 
 
@@ -171,4 +171,4 @@ def show_results(
     for job, row in zip(batch.jobs, rows, strict=True):
         memory = f"{row['peak_memory_bytes'] / 2**20:.0f} MiB" if row["peak_memory_bytes"] else "–"
         print(f"{row['status']:<{width}}  {row['seconds']:7.1f} s  {memory:>9}  {job.label}")
-    print(f"{len(rows)} runs in {seconds:.0f} s" + (f"; report: {os.path.relpath(page)}" if page else ""))
+    print(f"{len(rows)} run{'s' * (len(rows) != 1)} in {seconds:.0f} s" + (f"; report: {os.path.relpath(page)}" if page else ""))

@@ -137,7 +137,7 @@ def notebooks(rows: list[dict[str, Any]]) -> str:
         anchor = "" if stem in seen else f" id='{html.escape(stem, quote=True)}'"
         seen.add(stem)
         lines.append(f"<tr{anchor}>{cells(labels, values, (2, 3))}</tr>")
-    total = f"{len(rows)} runs, {sum(row['seconds'] for row in rows):.0f} s in all"
+    total = f"{len(rows)} run{'s' * (len(rows) != 1)}, {sum(row['seconds'] for row in rows):.0f} s in all"
     table = " · <a href='results.csv'>as a table</a> · <a href='results.json'>as JSON</a>"
     return grid(labels, lines, (2, 3)) + f"<p class=soft>{total}{table}</p>"
 

@@ -183,7 +183,7 @@ def test_a_dry_run_says_what_would_run_and_runs_nothing(note: Path, capsys: pyte
     assert (row["estimated_seconds"], row["estimated_memory_bytes"], row["cached"]) == (21.5, 2**28, False)
     assert (done.code, done.rows) == (0, [])
     run_cli(note, "--dry-run")
-    assert "22 s" in capsys.readouterr().out
+    assert "1 run, about 22 s of work" in capsys.readouterr().out
     assert not (note.parent / "ran").exists()
 
 
