@@ -171,4 +171,5 @@ def show_results(
     for job, row in zip(batch.jobs, rows, strict=True):
         memory = f"{row['peak_memory_bytes'] / 2**20:.0f} MiB" if row["peak_memory_bytes"] else "–"
         print(f"{row['status']:<{width}}  {row['seconds']:7.1f} s  {memory:>9}  {job.label}")
-    print(f"{len(rows)} run{'s' * (len(rows) != 1)} in {seconds:.0f} s" + (f"; report: {os.path.relpath(page)}" if page else ""))
+    where = f"; report: {os.path.relpath(page)}" if page else ""
+    print(f"{len(rows)} run{'s' * (len(rows) != 1)} in {seconds:.0f} s{where}")
