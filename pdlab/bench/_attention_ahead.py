@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdlab.bench.suites import Context
     from pdlab.kernels.tuning import Tuning
 
-RUNTIME = {"by_request", "share", "least", "blocks_per_sm"}  # settings of a tile that no kernel is compiled anew for
+RUNTIME = {"by_request", "share", "caches", "least", "blocks_per_sm"}  # settings of a tile that no kernel is compiled anew for
 
 
 def compiled_for(kind: str, tile: Any) -> tuple[Any, ...]:

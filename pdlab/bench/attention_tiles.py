@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
-    from pdlab.kernels.tuning import DecodeRing, DecodeTile, HopperTile, PrefillTile
+    from pdlab.kernels.tuning import DecodeRing, DecodeTile, HopperTile, PrefillTile, Tuning
 
 NAME = "attention_tiles"
 HELP = "sweep of the attention kernels' tile sizes; writes the device's tuning table"
 
 QUERIES = (256, 4096)  # tokens a prompt, for the plain kernel: one length bound by bandwidth, one by compute
 HOPPER_QUERIES = (256, 512, 1024, 2048, 4096, 8192, 16384)  # the same, for the warp-specialized kernels
+MORE_CACHE = 4096  # tokens a prompt, from which on tiles are also timed with more heads running together
 DECODES = ((1, 4096), (1, 65536), (8, 4096), (32, 4096))  # requests, tokens a request; the last stands for all larger ones
 GROUPS = (4, 1)  # query heads of a KV head; what holds for 1 is taken for groups that were not measured
 HEADS, TOKENS = 32, 16384  # query heads; tokens of all prompts together
@@ -110,6 +111,20 @@ def hopper_tiles(head_dim: int, length: int, group: int) -> Iterator[HopperTile]
         yield from (replace(packed, consumers=3, overlap=overlap) for overlap in (0, 1))
 
 
+def with_more_cache(work: Work, best: HopperTile, tuning: Tuning, head_dim: int) -> list[HopperTile]:
+    """What is timed once the best tile of some work is known: the same with K and V of the heads that run together in twice the
+    cache. For long prompts, and only where more heads than before would then run together."""
+    from pdlab.kernels.flash_prefill_hopper import heads_at_once, heads_that_fit
+
+    if best.blocks or work.length < MORE_CACHE:
+        return []
+    one, two = (
+        heads_at_once(HEADS // work.group, heads_that_fit(tuning.l2_bytes // 2, caches, work.batch * work.length, head_dim))
+        for caches in (1, 2)
+    )
+    return [replace(best, caches=2)] if two > one else []
+
+
 def sweep(work: Work, tuning: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
     """(kind of table entry, tile) of everything worth timing for some work."""
     if work.phase == "decode":
@@ -150,6 +165,7 @@ def run(ctx: Context) -> None:
 def _work(ctx: Context, work: Work, tuning: Any, head_dim: int, best: Best) -> None:
     """Times every tile of some work and notes the fastest of each kind."""
     from pdlab.bench import _attention as common
+    from pdlab.kernels.tuning import HopperTile
 
     n, batch, decodes = work.length, work.batch, work.phase == "decode"
     q, view = common.make_view(
@@ -157,11 +173,18 @@ def _work(ctx: Context, work: Work, tuning: Any, head_dim: int, best: Best) -> N
         page=16 if decodes else 0, dtype=ctx.dtype, device=ctx.device, seed=ctx.seed,
     )  # fmt: skip
     truth = common.last_request(q, view)
-    for kind, tile in sweep(work, tuning, head_dim):
+
+    def compete(kind: str, tile: Any) -> None:
         ms = _one(ctx, kind, tile, tuning, q, view, truth)
         if ms is not None and ms < best.get((kind, work), (float("inf"), {}))[0]:
             best[kind, work] = (ms, asdict(tile))
             ctx.say(f"  {kind} {head_dim} {batch} x {n}, group {work.group}: {asdict(tile)} {ms * 1e3:.1f} us")
+
+    for kind, tile in sweep(work, tuning, head_dim):
+        compete(kind, tile)
+    if ("prefill_hopper", work) in best:
+        for tile in with_more_cache(work, HopperTile(**best["prefill_hopper", work][1]), tuning, head_dim):
+            compete("prefill_hopper", tile)
 
 
 def _one(ctx: Context, kind: str, tile: Any, tuning: Any, q: Any, view: Any, truth: Any) -> float | None:
@@ -231,5 +254,5 @@ def call_of(tile: Any, tuning: Any, device: str = "cuda") -> Any:
     if hasattr(tile, "consumers"):
         from pdlab.kernels.flash_prefill_hopper import flash_prefill_hopper
 
-        return lambda q, view: flash_prefill_hopper(q, view, tile)
+        return lambda q, view: flash_prefill_hopper(q, view, tile, l2_bytes=tuning.l2_bytes // 2)
     return lambda q, view: flash_prefill(q, view, tile)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdlab.kernels.tuning import HopperTile
 
 IN_REGISTERS = 32  # requests that prefill_items orders by length
+SPARE = 1.125  # what K and V of the heads of a round may take of the room for them
 SHORT = 512  # tokens of prompts of which all heads run at once, request by request, where they are more than that
 
 
@@ -114,16 +115,24 @@ def item_of(
     return tile, 64 * tile.consumers // pack, pack
 
 
-def heads_at_once(kv_heads: int, fit: int, items: int, blocks_at_once: int) -> int:
-    """KV heads whose items run before those of the next: `fit` of them, so many as have room in L2 together.
+def heads_at_once(kv_heads: int, fit: float) -> int:
+    """KV heads whose items run before those of the next: divided evenly, into as few rounds as have room.
 
-    Unless too few are left over for the end: then their longest items would begin when everybody else is done. `items`: of a
-    KV head.
+    `fit`: how many heads' K and V have room in L2 together, a fraction too; an eighth more counts as room, since caches are of
+    a little less than a power of two. The last round gets half of the heads of the others at least: the longest items of a few
+    heads left over would begin when everybody else is done.
     """
-    fit = max(1, min(kv_heads, fit))
-    if 0 < kv_heads % fit * items < 1.5 * blocks_at_once:
-        fit = max(n for n in range(1, fit + 1) if kv_heads % n == 0)
-    return fit
+    most = max(1, min(kv_heads, int(fit * SPARE)))
+    for rounds in range(-(-kv_heads // most), kv_heads):
+        at_once = -(-kv_heads // rounds)
+        if 2 * ((kv_heads - 1) % at_once + 1) >= at_once:
+            return at_once
+    return 1
+
+
+def heads_that_fit(l2_bytes: int, caches: int, tokens: int, head_dim: int, itemsize: int = 2) -> float:
+    """Heads whose K and V of so many tokens have room in `caches` times `l2_bytes`, a fraction too."""
+    return l2_bytes * caches / (2 * max(tokens, 1) * head_dim * itemsize)
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,10 @@ def plan(
     l2_bytes: int = 32 << 20,
     out_stride: int | None = None,
 ) -> Launch:
-    """The launch for tensors of these shapes and strides; `out_stride`: elements from token to token of the output."""
+    """The launch for tensors of these shapes and strides; `out_stride`: elements from token to token of the output.
+
+    `l2_bytes`: half of L2, of which heads that run together may take `tile.caches`.
+    """
     tokens, heads, dim = q.shape
     kv_heads, batch, paged = view.k.shape[1], view.seq_lens.shape[0], view.kind == "paged"
     group, multiprocessors = heads // kv_heads, _multiprocessors(q.device.index)
@@ -159,8 +171,8 @@ def plan(
     at_once = units
     if not (tile.blocks or view.max_q <= tile.by_request or (batch > IN_REGISTERS and view.max_q <= SHORT)):
         held = sum(kv for _, kv in view.host_lens) or batch * view.max_kv
-        fit = l2_bytes // (2 * max(held, 1) * dim * q.element_size())
-        at_once = group // share * heads_at_once(kv_heads, fit, group // share * most, multiprocessors)
+        fit = heads_that_fit(l2_bytes, tile.caches, held, dim, q.element_size())
+        at_once = group // share * heads_at_once(kv_heads, fit)
     if tile.blocks:
         from pdlab.kernels.flash_prefill_tasks import flash_prefill_tasks_kernel as kernel
     else:

@@ -42,6 +42,16 @@ def count_items(CU_Q, lanes, batch, item_rows, min_q):
 
 
 @gluon.jit
+def rank_and_unit(number, total, units, units_at_once):
+    """(rank among the `total` items of a unit, unit of heads) of the number-th item of all: `units_at_once` units at a time,
+    every item of those, their items of a rank side by side; what is left of the units last."""
+    part = number // (total * units_at_once)
+    into = number - part * total * units_at_once
+    here = gl.minimum(units_at_once, units - part * units_at_once)
+    return into // here, part * units_at_once + into % here
+
+
+@gluon.jit
 def item_in_order(rank, CU_Q, lanes, batch, item_rows, min_q):
     """(request, item of it) of the rank-th item, request by request. `rank` must be less than there are."""
     first = rank * 0

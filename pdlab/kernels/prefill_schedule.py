@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from pdlab.kernels.prefill_items import count_items, entry_of, item_by_length, item_in_order, items_of, rows_done
+from pdlab.kernels.prefill_items import count_items, entry_of, item_by_length, item_in_order, items_of, rank_and_unit, rows_done
 
 # Arguments of both kernels that must not make kernels of their own: numbers, whatever they are, and tables wherever they begin
 NUMBERS = [
@@ -92,17 +92,15 @@ def post_items(board, requests, COUNTER, heads_of_work, CAUSAL: gl.constexpr):
         more = item < total * units
         fields = at * 0
         if more:
-            part = item // (total * units_at_once)
-            into = item - part * total * units_at_once
-            here = gl.minimum(units_at_once, units - part * units_at_once)
+            rank, unit = rank_and_unit(item, total, units, units_at_once)
             if in_order:
-                request, index = item_in_order(into // here, CU_Q, lanes, batch, item_rows, min_q)
+                request, index = item_in_order(rank, CU_Q, lanes, batch, item_rows, min_q)
             else:
-                request, index = item_by_length(into // here, counts, done, lanes)
+                request, index = item_by_length(rank, counts, done, lanes)
             row, rows, base, newest, length = entry_of(request, index, CU_Q, LENS, BASE, item_rows, CAUSAL)
             fields = gl.where(at == 0, row, gl.where(at == 1, rows, gl.where(at == 2, base, newest)))
             fields = gl.where(at == 4, length, gl.where(at == 5, request, fields))
-            fields = gl.where(at == 6, part * units_at_once + into % here, gl.where(at == 7, 1, fields))
+            fields = gl.where(at == 6, unit, gl.where(at == 7, 1, fields))
         mbarrier.wait(taken.index(turn % 2), (turn // 2 & 1) ^ 1)
         items.index(turn % 2).store(fields)
         mbarrier.arrive(posted.index(turn % 2), count=1)

@@ -73,6 +73,7 @@ class HopperTile:
     places: int = 2  # tiles of queries a consumer: the one it works on and those fetched ahead; more than 2 only with `blocks`
     pack: int = 1  # query heads of a group whose rows share a tile of 64, without `blocks`: 1, 2, 4 or 8
     overlap: int = 0  # what runs under what in a consumer, without `blocks`: 0 or 1, see flash_prefill_turns
+    caches: int = 1  # halves of L2 that K and V of the heads that run together may take, without `blocks`: 1 or 2
 
     def __post_init__(self) -> None:
         # a block has sixteen hardware barriers; beyond them the device meets an illegal instruction, and its context is lost

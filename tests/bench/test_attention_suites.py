@@ -297,12 +297,54 @@ def test_every_work_has_tiles_to_compare_and_shapes_are_not_swept_twice() -> Non
             assert capability != (9, 0) or all(swept)
 
 
+def test_the_best_tile_of_long_prompts_is_tried_with_twice_the_cache_where_more_heads_would_then_run_together() -> None:
+    pytest.importorskip("triton")
+    from pdlab.kernels.tuning import HopperTile, Tuning
+
+    tuning = Tuning("x", (9, 0), 132, 60 << 20)
+    pairs = HopperTile(2, 128, 4, overlap=1)
+
+    def tried(length: int, group: int, dim: int, best: HopperTile = pairs) -> list[int]:
+        more = attention_tiles.with_more_cache(_prefill(length, group), best, tuning, dim)
+        assert [replace(tile, caches=1) for tile in more] == [best] * len(more)
+        return [best.caches] + [tile.caches for tile in more]
+
+    for length in (4096, 16384):
+        assert tried(length, 1, 64) == tried(length, 1, 128) == tried(length, 4, 128) == [1, 2]
+        assert tried(length, 4, 64) == [1]  # all 8 heads have room already
+    assert tried(2048, 1, 128) == [1]
+    assert tried(4096, 1, 64, HopperTile(3, 64, 9, turns=0, blocks=8)) == [1]
+
+
+def test_the_sweep_times_the_best_tile_again_with_twice_the_cache_and_keeps_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from pdlab.kernels.tuning import Tuning
+
+    work, tuning = attention_tiles.Work("prefill", 1, 4096, 4), Tuning("x", (9, 0), 132, 8 << 20)
+    context = types.SimpleNamespace(dtype="float32", device="cpu", seed=0, say=lambda line: None)
+    monkeypatch.setattr(_attention, "make_view", lambda *args, **kwargs: (None, None))
+    monkeypatch.setattr(_attention, "last_request", lambda *args: None)
+    for gain in (-0.5, 0.5):
+        timed: list[Any] = []
+
+        def one(ctx: Any, kind: str, tile: Any, *rest: Any, gain: float = gain, timed: list[Any] = timed) -> float:
+            timed.append(tile)
+            return float(len(timed)) if tile.caches == 1 else 1 - gain
+
+        monkeypatch.setattr(attention_tiles, "_one", one)
+        best: attention_tiles.Best = {}
+        attention_tiles._work(context, work, tuning, 64, best)  # type: ignore[arg-type]
+        assert [tile.caches for tile in timed] == [1] * (len(timed) - 1) + [2]
+        assert replace(timed[-1], caches=1) == timed[0]  # the first was the fastest
+        assert best["prefill_hopper", work][1]["caches"] == (2 if gain > 0 else 1)
+
+
 def test_kernels_are_compiled_ahead_once_each_and_for_every_suite() -> None:
     from pdlab.bench import _attention_ahead as ahead
     from pdlab.kernels.tuning import HopperTile, Tuning
 
     pairs = HopperTile(2, 128, 2)
-    same = [replace(pairs, by_request=4096), replace(pairs, share=4)]
+    same = [replace(pairs, by_request=4096), replace(pairs, share=4), replace(pairs, caches=2)]
     others = [replace(pairs, pack=4), replace(pairs, turns=0), replace(pairs, blocks=3), replace(pairs, consumers=3)]
     key = ahead.compiled_for("prefill_hopper", pairs)
     assert all(ahead.compiled_for("prefill_hopper", tile) == key for tile in same)

@@ -109,8 +109,8 @@ def ranks(tiles: list[int], done: list[int]) -> dict[str, Any]:
 
 
 @cache
-def items_kernel() -> Any:
-    """Every item of a step as the warp-specialized kernels find it: their text, with Triton's language in Gluon's place."""
+def items_twin() -> Any:
+    """Kernels that write down what the warp-specialized kernels find: their text, with Triton's language in Gluon's place."""
     from pdlab.kernels import prefill_items
 
     text = Path(prefill_items.__file__).read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def items_kernel() -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.items_kernel
+    return module
 
 
 _ITEMS_KERNEL = """
@@ -149,7 +149,22 @@ def items_kernel(OUT, CU_Q, LENS, BASE, batch, item_rows, min_q, in_order, CAUSA
         tl.store(entry + 3, newest)
         tl.store(entry + 4, length)
         tl.store(entry + 5, request)
+
+
+@triton.jit
+def units_kernel(OUT, total, units, units_at_once):
+    for number in range(0, total * units):
+        rank, unit = rank_and_unit(number, total, units, units_at_once)
+        tl.store(OUT + 2 * number, rank)
+        tl.store(OUT + 2 * number + 1, unit)
 """
+
+
+def item_numbers(total: int, units: int, units_at_once: int) -> dict[str, Any]:
+    """[[rank among the items of a unit, unit], ...] in the order in which the warp-specialized kernels hand them out."""
+    out = torch.full((total * units, 2), -1, dtype=torch.int32)
+    items_twin().units_kernel[(1,)](out, total, units, units_at_once)
+    return {"order": out.tolist()}
 
 
 def schedule(
@@ -159,7 +174,7 @@ def schedule(
     starts = torch.tensor([sum(queries[:b]) for b in range(len(queries) + 1)], dtype=torch.int32)
     made = torch.full(((sum(-(-n // item_rows) for n in queries) + 2) * 8,), -1, dtype=torch.int32)
     bases = torch.tensor([1000 * b for b in range(len(lens))])
-    items_kernel()[(1,)](
+    items_twin().items_kernel[(1,)](
         made, starts, torch.tensor(lens, dtype=torch.int32), bases, len(lens), item_rows, min_q, int(by_request), CAUSAL=causal
     )
     return {"total": int(made[0]), "entries": made.view(-1, 8)[1 : 1 + int(made[0]), :6].tolist()}
@@ -167,7 +182,7 @@ def schedule(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    calls = {f.__name__: f for f in (decode, prefill, hard, far_pages, ranks, schedule)}
+    calls = {f.__name__: f for f in (decode, prefill, hard, far_pages, ranks, schedule, item_numbers)}
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -183,6 +183,13 @@ def test_the_schedule_of_more_requests_than_a_warp_has_lanes_covers_each_query_o
     assert all(starts[request] <= first < starts[request + 1] for first, *_, request in found["entries"])
 
 
+@pytest.mark.parametrize(("units", "at_once"), [(8, 8), (10, 4), (7, 4), (5, 1), (12, 5)])
+def test_every_unit_of_heads_gets_every_item_once_some_units_at_a_time(ask: Ask, units: int, at_once: int) -> None:
+    order = ask("item_numbers", total=6, units=units, units_at_once=at_once)["order"]
+    rounds = [range(first, min(first + at_once, units)) for first in range(0, units, at_once)]
+    assert order == [[rank, unit] for together in rounds for rank in range(6) for unit in together]
+
+
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", ["large", "growing", "minus_infinity", "overflow"])

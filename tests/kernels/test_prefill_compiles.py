@@ -74,7 +74,8 @@ def compiled(jobs: list[Job], cache: Path, environment: dict[str, str]) -> dict[
 
     def place(job: Job) -> Path:
         tile, head, page = job
-        constants = asdict(tile) | {"share": 1, "by_request": 0, "blocks": bool(tile.blocks)}  # the rest is read at run time
+        at_run_time = {"share": 1, "by_request": 0, "caches": 1}
+        constants = asdict(tile) | at_run_time | {"blocks": bool(tile.blocks)}  # how many blocks is read at run time too
         return cache / f"{hashlib.sha256(key + json.dumps([constants, head, page]).encode()).hexdigest()}.json"
 
     missing = {place(job): job for job in jobs if not place(job).exists()}

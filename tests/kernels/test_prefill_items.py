@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import make_case
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from pdlab.kernels.flash_prefill_hopper import fits, heads_at_once, item_of
+from pdlab.kernels.flash_prefill_hopper import SPARE, fits, heads_at_once, heads_that_fit, item_of
 from pdlab.kernels.tuning import HopperTile
 
 ALONE = HopperTile(3, 64, 4, turns=False, blocks=4, share=4)
@@ -69,11 +71,52 @@ def test_packed_heads_share_a_tile_of_rows(group: int, pack: int) -> None:
     assert item_of(tile, view, group, group, 64, 132) == (tile, 192 // pack, pack)
 
 
+def rounds_of(kv_heads: int, at_once: int) -> list[int]:
+    """Heads that run together, round by round, as rank_and_unit takes them."""
+    return [min(at_once, kv_heads - first) for first in range(0, kv_heads, at_once)]
+
+
 @pytest.mark.parametrize(
-    ("fit", "items", "heads"), [(40, 16, 32), (25, 16, 16), (3, 128, 3), (6, 64, 4), (6, 500, 6), (0, 16, 1)]
+    ("kv_heads", "fit", "rounds"),
+    [
+        (8, 7.5, [8]),  # 16,384 tokens x 64 in half of an H200's 60 MiB
+        (8, 3.75, [4, 4]),
+        (32, 7.5, [8] * 4),
+        (32, 3.75, [4] * 8),
+        (32, 15, [16, 16]),
+        (32, 25, [16, 16]),
+        (8, 6.9, [4, 4]),  # not 7 and one at the end
+        (7, 4, [4, 3]),
+        (10, 4, [4, 4, 2]),
+        (10, 3, [2] * 5),  # not three times 3 and one at the end
+        (32, 6, [4] * 8),
+        (32, 40, [32]),
+        (8, 0.01, [1] * 8),
+        (1, 0.5, [1]),
+    ],
 )
-def test_no_few_heads_are_left_for_the_end(fit: int, items: int, heads: int) -> None:
-    assert heads_at_once(32, fit, items, 132) == heads
+def test_heads_are_divided_evenly_into_as_few_rounds_as_have_room(kv_heads: int, fit: float, rounds: list[int]) -> None:
+    assert rounds_of(kv_heads, heads_at_once(kv_heads, fit)) == rounds
+
+
+@given(kv_heads=st.integers(1, 96), fit=st.floats(0, 128))
+def test_rounds_have_room_no_few_heads_are_left_for_the_end_and_no_fewer_rounds_would_do(kv_heads: int, fit: float) -> None:
+    def allowed(at_once: int) -> bool:
+        return at_once == 1 or (at_once <= SPARE * fit and 2 * rounds_of(kv_heads, at_once)[-1] >= at_once)
+
+    at_once = heads_at_once(kv_heads, fit)
+    rounds = rounds_of(kv_heads, at_once)
+    assert 1 <= at_once <= kv_heads
+    assert allowed(at_once)
+    assert not any(allowed(more) for more in range(at_once + 1, kv_heads + 1) if len(rounds_of(kv_heads, more)) < len(rounds))
+    # with fewer heads at once there would be more rounds
+    assert at_once == 1 or len(rounds_of(kv_heads, at_once - 1)) > len(rounds)
+
+
+def test_twice_the_cache_takes_twice_the_heads() -> None:
+    fits = [heads_that_fit(30 << 20, caches, 16384, 64) for caches in (1, 2)]
+    assert fits == [7.5, 15]
+    assert [heads_at_once(32, fit) for fit in fits] == [8, 16]
 
 
 def test_a_ring_that_needs_more_hardware_barriers_than_there_are_is_refused() -> None:
