@@ -6,6 +6,7 @@
     fused        one kernel an operation instead of several
     dependent    programmatic dependent launch: a kernel's first weights are loaded under the tail of the one before it
     ring         products of one row by a ring of weight tiles in shared memory that the copy engine fills (Hopper)
+    hints        weights that the copy engine brings leave the L2 cache first, so that what is read again can stay
     two_steps    two steps in flight: the host plans in the shadow of the device
     ours         all of them
     persistent   besides: one row: all layers as one kernel whose weights never stop coming (Hopper)
@@ -34,7 +35,7 @@ Switches = frozenset[str]
 
 PLAIN: dict[str, Any] = {
     "attention": "plain", "ops": "reference", "cuda_graphs": False, "steps_in_flight": 1, "dependent_launch": False,
-    "weight_prefetch": False, "weight_ring": False, "persistent_decode": False,
+    "weight_hints": False, "weight_prefetch": False, "weight_ring": False, "persistent_decode": False,
 }  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "graph": {"cuda_graphs": True},
@@ -42,13 +43,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "fused": {"ops": "auto"},
     "dependent": {"dependent_launch": True},
     "ring": {"weight_ring": True},
+    "hints": {"weight_hints": True},
     "two_steps": {"steps_in_flight": 2},
 }
 BESIDES: dict[str, dict[str, Any]] = {  # not among what is on by default
     "prefetch": {"weight_prefetch": True},
     "persistent": {"persistent_decode": True},
 }
-OF_FUSED = ("dependent", "ring")  # techniques of the fused operations, without which they change nothing
+OF_FUSED = ("dependent", "ring", "hints")  # techniques of the fused operations, without which they change nothing
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)
 

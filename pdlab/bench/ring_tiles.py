@@ -32,15 +32,23 @@ REPLAYS = 56
 
 
 def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
-    """Ways of sizing the rings: a whole multiprocessor's memory, half of it, or half for the small products alone."""
+    """Ways of sizing the rings: a whole multiprocessor's memory, half of it, or half for the small products alone; and `early`:
+    so little for what comes before gates and up that their ring, of 7 stages, fills while attention runs."""
 
     def half(op: str, k: int) -> RingTile:
         return RingTile(1, max(2, min(6, ((104 << 10) - 2 * k) // (16 << 10))))
+
+    def early(op: str, k: int) -> RingTile:
+        if op in ("norm_qkv_rope", "out_residual"):
+            return RingTile(1, 4)
+        return RingTile(1, 7) if op == "norm_mlp_up" else ring_rule(k)
 
     return {
         "whole": lambda op, k: ring_rule(k),
         "half": half,
         "mixed": lambda op, k: ring_rule(k) if op in BIG else half(op, k),
+        "early": early,
+        "early, half down": lambda op, k: half(op, k) if op == "down_residual" else early(op, k),
     }
 
 
@@ -76,7 +84,7 @@ def _sweep_rings(ctx: Context, loaded: Loaded) -> tuple[str, float]:
         return "", ms
     _step(ctx, loaded, f"{best}, prefetch", rings | {"prefetch"}, _sized(loaded, best))
     for op, (outputs, k) in shapes(loaded.config).items():
-        tile = {n: v for n, v in asdict(ring_ways()[best](op, k)).items() if n != "pdl"}
+        tile = {n: v for n, v in asdict(ring_ways()[best](op, k)).items() if n not in ("pdl", "hint")}
         entry = {"op": op, "outputs": outputs, "k": k, **tile}
         _attention.write_table(ctx, "ring_tiles", [entry], {"op": op, "outputs": outputs, "k": k})
     return best, ms

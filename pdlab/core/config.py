@@ -94,6 +94,7 @@ class EngineConfig:
     # techniques of the fused operations, each where the device has it
     dependent_launch: bool = True  # a kernel begins under the tail of the one before: programmatic dependent launch
     weight_ring: bool = True  # single rows: weights wait in a ring in shared memory for their turn
+    weight_hints: bool = True  # weights that the copy engine brings are the first to leave the L2 cache
     weight_prefetch: bool = False  # rings ask for the next product's weights, into the L2 cache
     measured_tiles: bool = True  # tiles from the device's tuning table, else by rules
     persistent_decode: bool | None = None  # single rows: all layers as one kernel; None: where the tuning table says so
@@ -165,7 +166,7 @@ class EngineConfig:
             _check(_finite(value) and value > 0, name, value, "use a finite number above 0")
         for name in (
             "prefix_reuse", "compact_on_refusal", "cuda_graphs", "prefill_graphs", "dependent_launch", "weight_ring",
-            "weight_prefetch", "measured_tiles",
+            "weight_hints", "weight_prefetch", "measured_tiles",
         ):  # fmt: skip
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
         wanted = self.persistent_decode

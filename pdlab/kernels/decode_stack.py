@@ -34,6 +34,7 @@ class StackTile:
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
     u_words: bool = True  # u handed over as words like everything else; or stored plainly and counted
+    hint: bool = True  # weights are the first to leave L2, see copy_hints
     patience: int = 1 << 18  # looks at words or a counter before a wait gives up: about 0.2 s
     traced: bool = False  # when each program is through with each phase goes to DecodeStack.trace, for measurements
 
@@ -164,7 +165,7 @@ def kernel_constants(
     return {
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
         "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
-        "STAGES": tile.stages_for(max(lengths)), "IN_WORDS": tile.u_words, "TRACED": tile.traced,
+        "STAGES": tile.stages_for(max(lengths)), "IN_WORDS": tile.u_words, "TRACED": tile.traced, "HINT": tile.hint,
     }  # fmt: skip
 
 

@@ -148,6 +148,7 @@ def make_ops(config: EngineConfig, model_config: HeadShape, device: Any, dtype: 
             ring=config.weight_ring,
             prefetch=config.weight_prefetch,
             measured=config.measured_tiles,
+            hints=config.weight_hints,
             persistent=config.persistent_decode,
         )
     return DispatchedOps(*arguments)

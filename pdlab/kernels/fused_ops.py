@@ -38,17 +38,18 @@ class FusedOps(DispatchedOps):
 
     def __init__(
         self, *args: Any, pdl: bool = True, ring: bool = True, prefetch: bool = False, measured: bool = True,
-        persistent: bool | None = None,
+        hints: bool = True, persistent: bool | None = None,
     ) -> None:  # fmt: skip
         """The techniques one by one, each where the device has it; to change one later set the attribute before the first step.
 
         `pdl`: programmatic dependent launch. `ring`: single rows by a ring of weights in shared memory. `prefetch`: rings ask
-        for weights of the next product, into L2. `measured`: tiles from the device's table, else by the rule. `persistent`: all
-        layers of a step with one row as one kernel; None: where the device's table says that this is faster.
+        for weights of the next product, into L2. `measured`: tiles from the device's table, else by the rule. `hints`: weights
+        that the copy engine brings leave L2 first. `persistent`: all layers of a step with one row as one kernel; None: where
+        the device's table says that this is faster.
         """
         super().__init__(*args)
         self.pdl, self.ring = pdl and self.tuning.capability >= (9, 0), ring and self.tuning.capability == (9, 0)
-        self.prefetch, self.measured = prefetch, measured
+        self.prefetch, self.measured, self.hints = prefetch, measured, hints
         self.persistent = persistent if self.tuning.capability == (9, 0) else False
         self.stack_tile: StackTile | None = None  # set before the first step: whatever the table says
         self.stacks: dict[int, tuple[list[LayerWeights], DecodeStack | None]] = {}  # by the list of layers, which is kept alive
@@ -66,7 +67,7 @@ class FusedOps(DispatchedOps):
             # the table is of 16 bits: what it has for 64 rows takes twice a multiprocessor's memory with 32
             choose = product_tile if self.measured and weight.element_size() == 2 else product_rule
             tile = choose(self.tuning, op, weight.shape[0], weight.shape[1], batch)
-            self._tiles[key] = replace(tile, pdl=tile.pdl and self.pdl)
+            self._tiles[key] = replace(tile, pdl=tile.pdl and self.pdl, hint=tile.hint and self.hints)
         return self._tiles[key]
 
     def ring_tile(
@@ -81,7 +82,7 @@ class FusedOps(DispatchedOps):
         key = (op, weight.shape[0], k)
         if key not in self.ring_tiles:
             tile = ring_tile(self.tuning, *key) if self.measured else ring_rule(k)
-            self.ring_tiles[key] = tile and replace(tile, pdl=self.pdl)
+            self.ring_tiles[key] = tile and replace(tile, pdl=self.pdl, hint=tile.hint and self.hints)
         return self.ring_tiles[key]
 
     @property
@@ -116,7 +117,8 @@ class FusedOps(DispatchedOps):
         from pdlab.kernels.decode_stack import StackTile, measured_tile
 
         found = measured_tile(self.tuning, layers, kv) if self.measured else None
-        return self.stack_tile or found or (StackTile() if self.persistent else None)
+        tile = self.stack_tile or found or (StackTile() if self.persistent else None)
+        return tile and replace(tile, hint=tile.hint and self.hints)
 
     def layer_stack(
         self, x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable | None, view: KVView

@@ -48,6 +48,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from pdlab.kernels.copy_hints import leave_l2_first
 from pdlab.kernels.persistent_attention import (
     attention,
     combine,
@@ -235,8 +236,11 @@ def persistent_decode_kernel(
     WORDS, EPOCH, COUNT, FAILED, TRACE, kv_stride, eps_attn, eps_mlp, scale_log2, layers, parts, patience,
     HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
     GROUP_PAD: gl.constexpr, PARTS: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, IN_WORDS: gl.constexpr, TRACED: gl.constexpr,
+    STAGES: gl.constexpr, IN_WORDS: gl.constexpr, TRACED: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
+    if HINT:
+        for matrix in gl.static_range(4):
+            leave_l2_first(2 + 5 * matrix)
     WIDTH: gl.constexpr = HEADS * HEAD
     PACKED: gl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD
     LONGEST: gl.constexpr = FFN if FFN > WIDTH and FFN > HIDDEN else WIDTH if WIDTH > HIDDEN else HIDDEN

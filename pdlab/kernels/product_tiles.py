@@ -25,6 +25,7 @@ class ProductTile:
     stages: int
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     tma: bool = False  # tiles by the copy engine; Hopper, several activation rows: staged_product, or the vocabulary's product
+    hint: bool = True  # weights that the copy engine brings are the first to leave L2, see copy_hints
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class RingTile:
     panels: int  # of 64 columns of both halves of a tile that a stage holds: 16 KB each
     stages: int
     pdl: bool = True
+    hint: bool = True  # weights are the first to leave L2, see copy_hints
     ahead: int = 0  # stages' worth of the next product's weights that a program asks into L2 before it waits
 
 

@@ -261,7 +261,7 @@ def project(
         from pdlab.kernels import projection_sample_hopper as hopper
 
         if hopper.projects(x, head.proj):
-            return hopper.project_hopper(x, head.proj, want, sampling, race, pdl=tile.pdl)
+            return hopper.project_hopper(x, head.proj, want, sampling, race, pdl=tile.pdl, hint=tile.hint)
     rows, k = x.shape
     vocab = head.proj.shape[0]
     columns = columns_of(rows)

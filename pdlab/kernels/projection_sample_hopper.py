@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pdlab.kernels.copy_hints import leave_l2_first
 from pdlab.kernels.ops import SamplingBatch
 from pdlab.kernels.projection_sample import (
     EMPTY,
@@ -226,7 +227,10 @@ def _room_for_facts():
 def projection_sample_hopper_kernel(
     WD, XD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, batch, tiles,
     VOCAB: gl.constexpr, WANT: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    HINT: gl.constexpr,
 ):  # fmt: skip
+    if HINT:
+        leave_l2_first(0)
     STEPS: gl.constexpr = K // STEP
     ws = gl.allocate_shared_memory(WD.dtype, [STAGES, ROWS, STEP], WD.layout)
     xs = gl.allocate_shared_memory(XD.dtype, [STAGES, BM, STEP], XD.layout)
@@ -271,8 +275,9 @@ def project_hopper(
     race: Race,
     *,
     pdl: bool = True,
+    hint: bool = True,
 ) -> torch.Tensor:
-    """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts."""
+    """As projection_sample.project, of normed x [S, H] and weight [V, H], for what `projects` accepts. `hint`: as a tile's."""
     rows, k = x.shape
     vocab = len(weight)
     columns = max(LEAF.value, 1 << (rows - 1).bit_length())
@@ -285,7 +290,8 @@ def project_hopper(
         TensorDescriptor.from_tensor(weight, [ROWS.value, STEP], layout),
         TensorDescriptor.from_tensor(x, [columns, STEP], layout),
         sampling.temperature, sampling.seed, sampling.position, out, race.best, race.done, rows, tiles,
-        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), num_warps=WARPS.value,
+        VOCAB=vocab, WANT=want, K=k, BM=columns, STEP=STEP, STAGES=stages_of(columns), HINT=hint,
+        num_warps=WARPS.value,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

@@ -48,11 +48,11 @@ def ring_norm_product_kernel(
     WIDTH: gl.constexpr,  # outputs
     GATED: gl.constexpr,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     PARTNERS: gl.constexpr = -1 if GATED else 0
     PIECES: gl.constexpr = pieces_of(K, PANELS)
-    ring, full, mine = fill(WD, NEXT, tiles, WIDTH, K, PANELS, STAGES, PARTNERS, AHEAD, NEXT_SIZE, NEXT_APART)
+    ring, full, mine = fill(WD, NEXT, tiles, WIDTH, K, PANELS, STAGES, PARTNERS, AHEAD, NEXT_SIZE, NEXT_APART, HINT, 2)
     ys, scale = activation(X, NORM_W, eps, WD, K, True)
     lanes = gl.arange(0, PAIRS, ROW)
     for t in range(mine):
@@ -89,10 +89,10 @@ def ring_residual_product_kernel(
     U, WD, NEXT, X, OUT, tiles,
     OUTPUTS: gl.constexpr,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = pieces_of(K, PANELS)
-    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, 0, AHEAD, NEXT_SIZE, NEXT_APART)
+    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, 0, AHEAD, NEXT_SIZE, NEXT_APART, HINT, 1)
     ys, scale = activation(U, U, 0.0, WD, K, False)
     lanes = gl.arange(0, PAIRS, ROW)
     for t in range(mine):
@@ -111,10 +111,10 @@ def ring_norm_qkv_rope_kernel(
     X, NORM_W, WD, NEXT, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, eps, tiles,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = pieces_of(K, PANELS)
-    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, HALF, AHEAD, NEXT_SIZE, NEXT_APART)
+    ring, full, mine = fill(WD, NEXT, tiles, 0, K, PANELS, STAGES, HALF, AHEAD, NEXT_SIZE, NEXT_APART, HINT, 2)
     # where the token is and goes was uploaded before the step began
     slot, position = gl.load(SLOTS), gl.load(POSITIONS)
     ys, scale = activation(X, NORM_W, eps, WD, K, True)
@@ -159,10 +159,10 @@ def _key(logit, token, temperature, key1, key2, VOCAB: gl.constexpr, WANT: gl.co
 def ring_project_kernel(
     X, NORM_W, WD, TEMPERATURE, SEED, POSITION, OUT, BEST, DONE, eps, tiles,
     VOCAB: gl.constexpr, WANT: gl.constexpr,
-    K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+    K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = pieces_of(K, PANELS)
-    ring, full, mine = fill(WD, X, tiles, 0, K, PANELS, STAGES, 0, 0, 0, 0)
+    ring, full, mine = fill(WD, X, tiles, 0, K, PANELS, STAGES, 0, 0, 0, 0, HINT, 2)
     temperature = gl.load(TEMPERATURE)
     key1, key2 = noise_key(gl.load(SEED), gl.load(POSITION))
     ys, scale = activation(X, NORM_W, eps, WD, K, True)
@@ -198,7 +198,7 @@ def _descriptor(weight: torch.Tensor) -> TensorDescriptor:
 
 def _constants(tile: RingTile, k: int) -> dict[str, Any]:
     launch = {"num_warps": WARPS, **({"launch_pdl": True} if tile.pdl else {})}
-    return {"K": k, "PANELS": tile.panels, "STAGES": tile.stages, **launch}
+    return {"K": k, "PANELS": tile.panels, "STAGES": tile.stages, "HINT": tile.hint, **launch}
 
 
 def _next(tile: RingTile, following: Following | None) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pdlab.kernels.copy_hints import leave_l2_first
+
 WARPS = 4
 SEGMENTS = 16
 PAIRS = gl.constexpr(4)  # rows of each half of a tile: one a warp
@@ -116,9 +118,14 @@ def ask(
 def fill(
     WD, NEXT, tiles, apart,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
-    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr, HINT: gl.constexpr, WD_AT: gl.constexpr,
 ):  # fmt: skip
-    """(the ring, on its way; its barriers; tiles of this program). Behind it AHEAD pieces of what is read next go to L2."""
+    """(the ring, on its way; its barriers; tiles of this program). Behind it AHEAD pieces of what is read next go to L2.
+
+    HINT: weights leave L2 first; WD_AT: arguments before WD.
+    """
+    if HINT:
+        leave_l2_first(WD_AT)
     PIECES: gl.constexpr = pieces_of(K, PANELS)
     ring = gl.allocate_shared_memory(WD.dtype, [STAGES * 2 * PANELS, LINES, PANEL], WD.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

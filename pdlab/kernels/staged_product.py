@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pdlab.kernels.copy_hints import leave_l2_first
 from pdlab.kernels.product_tiles import ProductTile, product_rule
 from pdlab.kernels.ring_product import barrier, launch_dependents, wait_for_the_kernel_before
 from pdlab.kernels.tuning import Tuning
@@ -117,9 +118,11 @@ def _fetch_rows(
 def begin_stages(
     W, WD, XD, tile, first, apart, last,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
-    FETCH: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, x behind the wait; returns them and their barriers."""
+    if HINT:
+        leave_l2_first(1)
     BOX: gl.constexpr = WD.block_shape[0]
     BM: gl.constexpr = XD.block_shape[0]
     places = gl.allocate_shared_memory(WD.dtype, [STAGES * 2 * (HALF_ROWS // BOX), BOX, COLUMNS], WD.layout)
@@ -216,14 +219,14 @@ def staged_norm_product_kernel(
     WIDTH: gl.constexpr,  # outputs
     GATED: gl.constexpr,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     PARTNERS: gl.constexpr = -1 if GATED else 0
     LAST: gl.constexpr = (2 * WIDTH if GATED else WIDTH) - 1
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
     tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(W, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH, HINT)
     a, b = staged_products(W, places, xs, full, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH)
     pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
@@ -244,12 +247,12 @@ def staged_residual_product_kernel(
     W, WD, XD, X, OUT, PART, COUNT, batch,
     OUTPUTS: gl.constexpr,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
     tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH, HINT)
     n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1) + tile * (2 * HALF_ROWS)
     m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
     at = m * OUTPUTS + n
@@ -268,13 +271,13 @@ def staged_qkv_rope_kernel(
     W, WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, batch,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     LAST: gl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF - 1
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
     tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH, HINT)
     a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
     pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     # a tile's heads are all of queries, all of keys or all of values
@@ -348,7 +351,7 @@ def constants(tile: ProductTile, k: int) -> dict[str, Any]:
         fetch //= 2
     sizes = {"PIECES": pieces, "HALF_ROWS": tile.rows // 2, "STAGES": min(tile.stages, pieces), "SPLIT": tile.split}
     launch = {"num_warps": tile.warps, **({"launch_pdl": True} if tile.pdl else {})}
-    return {"K": k, "FETCH": fetch if fetch > 1 else 0, **sizes, **launch}
+    return {"K": k, "FETCH": fetch if fetch > 1 else 0, "HINT": tile.hint, **sizes, **launch}
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, tile: ProductTile, box: int, workspace: Workspace) -> tuple[Any, ...]:

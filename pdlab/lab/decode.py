@@ -27,6 +27,7 @@ SWITCHES = {
     "fused": "+ fused operations",
     "dependent": "+ dependent launch",
     "ring": "+ ring of weights",
+    "hints": "+ weights leave L2 first",
     "two_steps": "+ two steps in flight",
 }
 WORDS = dict(zip(map(stages.name_of, stages.waterfall()), ("plain PyTorch, launched", *SWITCHES.values()), strict=True))

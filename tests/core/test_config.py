@@ -33,6 +33,7 @@ BAD_CONFIG: dict[str, list[Any]] = {
     "prefill_graphs": ["yes", 1],
     "dependent_launch": ["no", 0],
     "weight_ring": ["off", None],
+    "weight_hints": ["first", 0],
     "weight_prefetch": [1],
     "measured_tiles": [None],
     "persistent_decode": ["auto", 1],

@@ -58,6 +58,12 @@ def resources(cubin: bytes) -> dict[str, int]:
     return found | {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HMMA", "HGMMA", "UTMALDG")}
 
 
+def copies(ptx: str) -> dict[str, int]:
+    """Copies by the copy engine, and those of them whose lines leave L2 first."""
+    found = re.findall(r"cp\.async\.bulk\.tensor\S*global\.mbarrier\S*", ptx)
+    return {"copies": len(found), "hinted": sum(name.endswith("L2::cache_hint") for name in found)}
+
+
 def ahead_of_time(
     kernel: Any,
     source: type,

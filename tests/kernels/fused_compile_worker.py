@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import triton
-from compile_worker import resources
+from compile_worker import copies, resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -99,7 +99,15 @@ def wide_job(c: Any, batch: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
     from pdlab.kernels.projection_sample_hopper import STEP, projection_sample_hopper_kernel, stages_of
 
     columns = columns_of(batch)
-    fixed = {"VOCAB": c.vocab_size, "WANT": RANDOM, "K": c.hidden_size, "BM": columns, "STEP": STEP, "num_warps": 8}
+    fixed = {
+        "VOCAB": c.vocab_size,
+        "WANT": RANDOM,
+        "K": c.hidden_size,
+        "BM": columns,
+        "STEP": STEP,
+        "HINT": True,
+        "num_warps": 8,
+    }
     return projection_sample_hopper_kernel, fixed | {"STAGES": stages_of(columns), "launch_pdl": True}, {"OUT": "*i64"}
 
 
@@ -110,7 +118,7 @@ def ring_job(kernel: str, c: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
     k = c.ffn_size if kernel == "ring_residual_product" else c.hidden_size
     tile = ring_rule(k)
     fixed: dict[str, Any] = {"K": k, "PANELS": tile.panels, "STAGES": tile.stages, "num_warps": rings.WARPS, "launch_pdl": True}
-    fixed |= {"AHEAD": 2, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23}
+    fixed |= {"AHEAD": 2, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23, "HINT": True}
     if kernel == "ring_norm_product":
         return rings.ring_norm_product_kernel, fixed | {"WIDTH": c.ffn_size, "GATED": True}, {}
     if kernel == "ring_residual_product":
@@ -160,7 +168,7 @@ def compile_job(kernel: str, capability: tuple[int, int], model: str, batch: int
         parts = job(kernel, config_of(model), batch, lambda *facts: product_tile(tuning, *facts))
     built = compile_kernel(*parts, capability)
     answer = {"shared": built.metadata.shared, "warps": built.metadata.num_warps, "room": tuning.shared_bytes}
-    return answer | resources(built.asm["cubin"])
+    return answer | resources(built.asm["cubin"]) | copies(built.asm["ptx"])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from compile_worker import POINTERS, ahead_of_time, resources
+from compile_worker import POINTERS, ahead_of_time, copies, resources
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -38,11 +38,15 @@ def compile_for(model: str, paged: bool, tile: dict[str, Any]) -> dict[str, Any]
     types |= dict.fromkeys(INT64, "*i64") | dict.fromkeys(INT32, "*i32") | {"kv_stride": "i64"}
     built = ahead_of_time(persistent_decode_kernel, GluonASTSource, fixed, types, (9, 0), 4, launch_cooperative_grid=True)
     ptx = built.asm["ptx"]
-    return {
-        "shared": built.metadata.shared,
-        "acquires": ptx.count("ld.acquire.gpu.global"),
-        "words": ptx.count("ld.relaxed.gpu.global.v2.b64"),
-    } | resources(built.asm["cubin"])
+    return (
+        {
+            "shared": built.metadata.shared,
+            "acquires": ptx.count("ld.acquire.gpu.global"),
+            "words": ptx.count("ld.relaxed.gpu.global.v2.b64"),
+        }
+        | resources(built.asm["cubin"])
+        | copies(ptx)
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import triton
-from compile_worker import resources
+from compile_worker import copies, resources
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -37,7 +37,7 @@ def compile_job(name: str, k: int, columns: int, tile: dict[str, Any], box: int,
         attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")},
     )
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": t.warps, "launch_pdl": True})
-    return {"shared": built.metadata.shared, **resources(built.asm["cubin"])}
+    return {"shared": built.metadata.shared, **resources(built.asm["cubin"]), **copies(built.asm["ptx"])}
 
 
 if __name__ == "__main__":

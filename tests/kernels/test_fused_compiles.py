@@ -75,6 +75,10 @@ def check(jobs: list[Job], job: Job, request: pytest.FixtureRequest, environment
         assert (found["HMMA"] + found["HGMMA"] > 0) == (job[3] > 1), "matrix instructions where there are several rows"
     if job[0] in (*RINGS, "projection_sample_hopper"):
         assert found["HGMMA"] > 0
+    if job[0] in RINGS:
+        assert found["hinted"] == found["copies"] > 0, "weights leave L2 first"
+    if job[0] == "projection_sample_hopper":
+        assert 0 < found["hinted"] < found["copies"], "weights leave L2 first, activations do not"
 
 
 @pytest.mark.parametrize("job", SHIPPED, ids=label)

@@ -39,7 +39,9 @@ def test_every_operation_matches_float64(shape: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"pdl": False}, {"ring": False}, {"prefetch": True}, {"measured": False}], ids=lambda c: next(iter(c))
+    "changed",
+    [{"pdl": False}, {"ring": False}, {"hints": False}, {"prefetch": True}, {"measured": False}],
+    ids=lambda c: next(iter(c)),
 )
 @pytest.mark.parametrize("tokens", [1, 13])
 def test_with_any_one_technique_changed_the_results_are_the_same(tokens: int, changed: dict[str, bool]) -> None:

@@ -51,6 +51,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["shared"] + 1024 <= 228 << 10, f"a program does not fit on a multiprocessor: {found}"
     assert 2 * found["shared"] > 228 << 10, "two programs on one multiprocessor would leave another without"
     assert found["HGMMA"] > 0, "products by whole groups of warps"
+    assert found["hinted"] == found["copies"] > 0, "all weights leave L2 first"
     assert found["UTMALDG"] >= 8, "both halves of a tile of each product by the copy engine"
     assert found["words"] > 40, "words are looked at two at a time, past L1"
 

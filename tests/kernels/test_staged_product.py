@@ -45,6 +45,7 @@ def test_the_kernels_compile_without_spills_and_fit(compile_environment: dict[st
         assert one["STACK"] == 0
         assert one["HGMMA"] > 0
         assert one["shared"] <= MOST
+        assert 0 < one["hinted"] < one["copies"], "weights leave L2 first, activations do not"
 
 
 def test_a_ring_is_never_longer_than_what_goes_through_it() -> None:
