@@ -27,7 +27,7 @@ HELP = "decode steps of 1 to 64 requests against the roofline"
 MODELS = {"full": ("random:llama-1b", "random:llama-3-8b", "random:llama-2-7b"), "smoke": ("random:llama-tiny",)}
 BATCHES = {"full": (1, 8, 64, 32, 16, 4, 2), "smoke": (1, 4)}  # the ends first, in case the budget is short
 CONTEXT = {"full": 640, "smoke": 40}  # tokens each request attends to: the mean of the headline's answers
-VARIANTS = (stages.ALL, frozenset({"graph"}))  # of which a CPU has the first only
+VARIANTS = (stages.ALL, frozenset({"graph"}), stages.without("hints"))  # of which a CPU has the first only
 
 
 def measure_batch(ctx: Context, loaded: Loaded, batch: int, read: float) -> None:
@@ -38,7 +38,7 @@ def measure_batch(ctx: Context, loaded: Loaded, batch: int, read: float) -> None
     nbytes = step_bytes(config, decode_shape(batch, context), itemsize_of(ctx.dtype)).total
     with ExitStack() as stack:
         calls: dict[str, Any] = {}
-        for switches in VARIANTS[: 2 if ctx.machine.is_gpu else 1]:
+        for switches in VARIANTS[: None if ctx.machine.is_gpu else 1]:
             executor, plan = stack.enter_context(step_of(loaded, switches, context, batch))
             run_steps(executor, [plan(i) for i in range(4)], 2)  # compiles, captures
 
@@ -74,7 +74,7 @@ def run(ctx: Context) -> None:
     for i, name in enumerate(names):
         config, size = config_of(name), itemsize_of(ctx.dtype)
         most = max(BATCHES[ctx.profile])
-        need = weights_bytes(config, size) + 2 * kv_bytes(config, most * (CONTEXT[ctx.profile] + 32), size)
+        need = weights_bytes(config, size) + len(VARIANTS) * kv_bytes(config, most * (CONTEXT[ctx.profile] + 32), size)
         params = {"model": config.name, "dtype": ctx.dtype}
         keep = whole * (len(names) - 1 - i) / len(names)
         if need > ctx.machine.memory_bytes * 0.8 or ctx.left() <= keep:
