@@ -102,10 +102,8 @@ def _ask_weights(places, full, WD, tile, column, stage, apart, HALF_ROWS: gl.con
 
 
 @gluon.jit
-def _fetch_rows(
-    W, tile, apart, column, last, ours,
-    K: gl.constexpr, HALF_ROWS: gl.constexpr, PARTNERS: gl.constexpr, FETCH: gl.constexpr,
-):  # fmt: skip
+def _fetch_rows(W, tile, apart, column, last, ours, K: gl.constexpr, HALF_ROWS: gl.constexpr, PARTNERS: gl.constexpr,
+                FETCH: gl.constexpr):  # fmt: skip
     """Asks for FETCH pieces of all rows of a tile, from `column` on, into L2: a row a thread."""
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, 2 * HALF_ROWS, THREADS)
