@@ -24,9 +24,10 @@ PHASES = {"decode": "writing: a decode step, one token each", "prefill": "readin
 
 
 def numbers() -> dict[str, Any]:
-    """The device, the source of its ceilings, and for each phase (tokens in the step, ms measured, ms at the floor)."""
+    """The device, the source of its ceilings, first and last day of the records, and for each phase (tokens in the step, ms
+    measured, ms at the floor)."""
     top = ceilings_for(DEVICE, DTYPE)
-    found: dict[str, Any] = {"name": spec(DEVICE).name, "source": top.source, "day": "", "decode": [], "prefill": []}
+    found: dict[str, Any] = {"name": spec(DEVICE).name, "source": top.source, "days": set(), "decode": [], "prefill": []}
     for row in newest(read(DEVICE, "prefill_vs_decode")):
         p = row.params
         if row.metric != "latency" or row.kind != "measured" or p["model"] != MODEL or p["dtype"] != DTYPE:
@@ -37,8 +38,9 @@ def numbers() -> dict[str, Any]:
         shape = decode_shape(batch, CONTEXT + 1) if phase == "decode" else prefill_shape(tokens)
         floor = 1e3 * step_time(config_of(MODEL), shape, top, itemsize_of(DTYPE)).seconds
         found[phase].append((batch if phase == "decode" else tokens, float(f"{row.median:.4g}"), float(f"{floor:.4g}")))
-        found["day"] = max(found["day"], row.time_utc[:10])
-    return found | {phase: sorted(found[phase]) for phase in PHASES}
+        found["days"].add(row.time_utc[:10])
+    days = sorted(found["days"])
+    return found | {phase: sorted(found[phase]) for phase in PHASES} | {"days": days[:1] + days[1:][-1:]}
 
 
 def fingerprint(found: dict[str, Any]) -> str:
@@ -55,7 +57,7 @@ def draw(found: dict[str, Any]) -> Any:
     figure, axes = canvas(
         f"{MODEL} on an {found['name'].removeprefix('NVIDIA ')} needs {alone:.3g} ms to write one token, and "
         f"{1e3 * long / most:.3g} µs for each of {most:,} that it reads: {alone * most / long:,.0f} times less",
-        f"{found['name']} · {DTYPE} · recorded {found['day']} (data/measurements) · random weights · decode over "
+        f"{found['name']} · {DTYPE} · recorded {' to '.join(found['days'])} (data/measurements) · random weights · decode over "
         f"{CONTEXT} cached tokens a request · floor: counted FLOPs and bytes over {found['source']} ceilings",
         size=(8.6, 4.6),
     )
