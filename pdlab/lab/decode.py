@@ -36,15 +36,20 @@ WORDS = dict(zip(map(stages.name_of, stages.waterfall()), ("plain PyTorch, launc
 # --- recorded rows
 
 
-def together(device: str, experiment: str, metric: str, **where: Any) -> pd.DataFrame:
+def together(device: str, experiment: str, metric: str, among: Iterable[str] | None = None, **where: Any) -> pd.DataFrame:
     """Recorded rows of a metric that may be compared: for each set of parameters those of one run, the one that holds the most
     variants (of several the newest). Empty where nothing was recorded. Columns as bench.records.frame. A variant that lacks
-    what is no switch any more is left out: it would be shown as that switch's effect."""
+    what is no switch any more is left out: it would be shown as that switch's effect.
+
+    `among`: only these variants count and are returned, so that a run with other comparisons is not preferred for them.
+    """
     from pdlab.bench.records import frame
 
     runs: dict[str, dict[str, dict[str, Any]]] = {}
+    wanted = None if among is None else set(among)
     for row in read(device, experiment):
-        fits = row.metric == metric and row.ok and all(row.params.get(k) == v for k, v in where.items())
+        fits = row.metric == metric and (wanted is None or row.variant in wanted)
+        fits = fits and row.ok and all(row.params.get(k) == v for k, v in where.items())
         switch = row.variant.removeprefix("without_")
         if fits and (switch == row.variant or switch in stages.ORDER):
             runs.setdefault(params_json(row.params), {}).setdefault(row.run_id, {})[row.variant] = row
@@ -62,6 +67,13 @@ def missing(table: pd.DataFrame, device: str, experiment: str) -> bool:
 def day(table: pd.DataFrame) -> str:
     """The day of a recorded table's newest row."""
     return str(table["time_utc"].max())[:10] if len(table) else ""
+
+
+def apart(table: pd.DataFrame, other: pd.DataFrame) -> str:
+    """For a footer: that rivals in `other` come from another run than `table`, and of which day; empty where they do not."""
+    runs = set(table["run_id"]) if len(table) else set()
+    strangers = other[~other["run_id"].isin(runs)] if len(other) else other
+    return f" · hollow: another run, {day(strangers)}" if len(strangers) else ""
 
 
 def written(table: pd.DataFrame, form: str = "{:.1f}") -> pd.DataFrame:

@@ -50,6 +50,17 @@ def test_only_rows_of_one_run_are_put_together_and_the_fuller_run_wins(places: P
     assert decode.day(table)
 
 
+def test_a_newer_run_is_not_passed_over_for_variants_that_nobody_asks_for(places: Path) -> None:
+    record(places, "x", {"ours": 1.0, "unfused": 5.0, "torch_compile": 3.0}, batch=1)
+    record(places, "x", {"ours": 2.0, "unfused": 6.0}, batch=1)
+    new = decode.together(GPU, "x", "latency", among=["ours", "unfused"])
+    rivals = decode.together(GPU, "x", "latency", among=["ours", "torch_compile"])
+    assert dict(zip(new["variant"], new["median"])) == {"ours": 2.0, "unfused": 6.0}
+    assert dict(zip(rivals["variant"], rivals["median"])) == {"ours": 1.0, "torch_compile": 3.0}
+    assert decode.apart(new, rivals).endswith(f"another run, {decode.day(rivals)}")
+    assert decode.apart(rivals, rivals) == decode.apart(new, new.iloc[:0]) == ""
+
+
 def test_what_was_never_recorded_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert decode.missing(decode.together(GPU, "kv_layout", "latency"), GPU, "kv_layout")
     assert "pdlab bench kv_layout --record, on nvidia-h200" in capsys.readouterr().out
