@@ -14,33 +14,45 @@ from typing import Any
 
 from pdlab.costs.formulas import decode_shape, itemsize_of, prefill_shape
 from pdlab.costs.roofline import ceilings_for, step_time
-from pdlab.costs.tables import newest, read
+from pdlab.costs.tables import Row, newest, read
 from pdlab.hardware.specs import spec
 from pdlab.models.catalogue import config_of
 
 TARGET = Path(__file__).with_name("readme-figure.png")
-DEVICE, DTYPE, MODEL, CONTEXT = "nvidia-h200", "bfloat16", "llama-3-8b", 128
+DEVICE, DTYPE, MODEL = "nvidia-h200", "bfloat16", "llama-3-8b"
 PHASES = {"decode": "writing: a decode step, one token each", "prefill": "reading: the prefill of one prompt"}
 
 
 def numbers() -> dict[str, Any]:
-    """The device, the source of its ceilings, first and last day of the records, and for each phase (tokens in the step, ms
-    measured, ms at the floor)."""
-    top = ceilings_for(DEVICE, DTYPE)
-    found: dict[str, Any] = {"name": spec(DEVICE).name, "source": top.source, "days": set(), "decode": [], "prefill": []}
+    """The device, the source of its ceilings, the day, the context of the decode steps, and for each phase (tokens in the step,
+    ms measured, ms at the floor).
+
+    All of one run, the newest that holds a token written alone and prompts read: engines of different days do not mix. Of its
+    contexts the one with the most batches, of those the shortest.
+    """
+    runs: dict[str, dict[str, list[Row]]] = {}
     for row in newest(read(DEVICE, "prefill_vs_decode")):
         p = row.params
-        if row.metric != "latency" or row.kind != "measured" or p["model"] != MODEL or p["dtype"] != DTYPE:
-            continue
-        phase, batch, tokens = p["phase"], p["batch"], p["tokens"]
-        if (phase == "decode" and tokens != CONTEXT) or (phase == "prefill" and batch != 1):
-            continue
-        shape = decode_shape(batch, CONTEXT + 1) if phase == "decode" else prefill_shape(tokens)
-        floor = 1e3 * step_time(config_of(MODEL), shape, top, itemsize_of(DTYPE)).seconds
-        found[phase].append((batch if phase == "decode" else tokens, float(f"{row.median:.4g}"), float(f"{floor:.4g}")))
-        found["days"].add(row.time_utc[:10])
-    days = sorted(found["days"])
-    return found | {phase: sorted(found[phase]) for phase in PHASES} | {"days": days[:1] + days[1:][-1:]}
+        if row.metric == "latency" and row.kind == "measured" and p["model"] == MODEL and p["dtype"] == DTYPE:
+            runs.setdefault(row.run_id, {phase: [] for phase in PHASES})[p["phase"]].append(row)
+    whole = [run for run in runs.values() if run["prefill"] and any(r.params["batch"] == 1 for r in run["decode"])]
+    run = max(whole, key=lambda run: max(r.time_utc for r in run["decode"]))
+    contexts = [r.params["tokens"] for r in run["decode"]]
+    context = min({r.params["tokens"] for r in run["decode"] if r.params["batch"] == 1}, key=lambda n: (-contexts.count(n), n))
+    writing = [
+        (r.params["batch"], decode_shape(r.params["batch"], context + 1), r)
+        for r in run["decode"]
+        if r.params["tokens"] == context
+    ]
+    reading = [(r.params["tokens"], prefill_shape(r.params["tokens"]), r) for r in run["prefill"] if r.params["batch"] == 1]
+    top, day = ceilings_for(DEVICE, DTYPE), max(r.time_utc for r in run["decode"])[:10]
+    found = {"name": spec(DEVICE).name, "source": top.source, "day": day, "context": context}
+    for phase, steps in (("decode", writing), ("prefill", reading)):
+        floors = (1e3 * step_time(config_of(MODEL), shape, top, itemsize_of(DTYPE)).seconds for _, shape, _ in steps)
+        found[phase] = sorted(
+            (n, float(f"{r.median:.4g}"), float(f"{ms:.4g}")) for (n, _, r), ms in zip(steps, floors, strict=True)
+        )
+    return found
 
 
 def fingerprint(found: dict[str, Any]) -> str:
@@ -57,8 +69,8 @@ def draw(found: dict[str, Any]) -> Any:
     figure, axes = canvas(
         f"{MODEL} on an {found['name'].removeprefix('NVIDIA ')} needs {alone:.3g} ms to write one token, and "
         f"{1e3 * long / most:.3g} µs for each of {most:,} that it reads: {alone * most / long:,.0f} times less",
-        f"{found['name']} · {DTYPE} · recorded {' to '.join(found['days'])} (data/measurements) · random weights · decode over "
-        f"{CONTEXT} cached tokens a request · floor: counted FLOPs and bytes over {found['source']} ceilings",
+        f"{found['name']} · {DTYPE} · recorded {found['day']} (data/measurements) · random weights · decode over "
+        f"{found['context']} cached tokens a request · floor: counted FLOPs and bytes over {found['source']} ceilings",
         size=(8.6, 4.6),
     )
     ax = axes[0, 0]
