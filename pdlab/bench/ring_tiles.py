@@ -1,10 +1,12 @@
-"""Steps of one request by ways of sizing the rings of weights, and by the persistent kernel; writes the device's table.
+"""Steps of one request by ways of sizing the rings of weights, of cutting attention, and by the persistent kernel; writes the
+device's table.
 
 A ring of weights reaches across the border between kernels, so what counts is a whole step of a model: `step_latency`, ms
 between the ends of successive steps, two in flight, one row a way (`way`) of doing it. The fastest rings go to
-tuning/<device>.json ("ring_tiles"). Steps by the persistent kernel are rows whose `way` begins with persistent; up to how many
-cached tokens it is faster than the rings goes to the same table ("persistent_decode"), and where it never is no entry is
-written, so that it is not used.
+tuning/<device>.json ("ring_tiles"). Then attention takes its turn ("decode_rings"): of a short cache it has little to read, and
+what it costs is how long the others wait for it and what shared memory it leaves them. Steps by the persistent kernel are rows
+whose `way` begins with persistent; up to how many cached tokens it is faster than the rings goes to the same table
+("persistent_decode"), and where it never is no entry is written, so that it is not used.
 
 Needs a GPU of capability 9.0.
 """
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdlab.bench.product_tiles import MODELS, shapes
 from pdlab.kernels.product_tiles import RingTile, ring_rule
+from pdlab.kernels.tuning import DecodeRing
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
@@ -52,6 +55,14 @@ def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
     }
 
 
+def attention_ways(head_dim: int) -> dict[str, DecodeRing]:
+    """Ways of cutting attention over a short cache: more warps a tile, a deeper ring, and segments that one program takes
+    whole, which spares their combination."""
+    cuts = ((4, 2, 2), (4, 2, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 2, 2), (8, 2, 4), (8, 4, 4), (16, 2, 2))
+    fitting = [(w, s, n) for w, s, n in cuts if w * s * 64 * head_dim <= 140 << 10]
+    return {f"{w}x{s}, whole {n}": DecodeRing(w, s, 1, 8, True, n) for w, s, n in fitting}
+
+
 def persistent_ways() -> dict[str, dict[str, Any]]:
     """Settings of the persistent kernel: the size of a stage of its ring, and fewer of them."""
     return {"1x": {"panels": 1}, "2x": {"panels": 2}, "1x6": {"panels": 1, "stages": 6}}
@@ -67,6 +78,7 @@ def run(ctx: Context) -> None:
         loaded = _load(f"random:{name}", ctx)
         way, ms = _sweep_rings(ctx, loaded)
         if way:
+            ms = min(ms, _sweep_attention(ctx, loaded, way, ms))
             _sweep_persistent(ctx, loaded, way, ms)
         del loaded
 
@@ -98,6 +110,38 @@ def _sized(loaded: Loaded, way: str) -> Callable[[Any], None]:
             ops.ring_tiles[op, outputs, k] = replace(ring_ways()[way](op, k), pdl=ops.pdl)
 
     return prepare
+
+
+def _sweep_attention(ctx: Context, loaded: Loaded, rings: str, ms: float) -> float:
+    """Milliseconds of a step by the fastest way of cutting attention beside `rings`, whose own, with the table's, are `ms`.
+    What is faster goes to the table, for caches of as many tokens as it is faster with."""
+    from pdlab.bench import _attention
+    from pdlab.bench import _stages as stages
+
+    config = loaded.config
+    ways = attention_ways(config.head_dim)
+
+    def step(way: str, tokens: int) -> float:
+        def prepare(ops: Any) -> None:
+            _sized(loaded, rings)(ops)
+            if way:
+                ops.backend("triton").ring = replace(ways[way], pdl=ops.pdl)
+
+        name = f"{rings}, attention {way}" if way else rings
+        return _step(ctx, loaded, name, stages.ALL, prepare, tokens=tokens)
+
+    fastest, way = min(((step(way, TOKENS), way) for way in ways), default=(float("inf"), ""))
+    if fastest >= ms:
+        return ms
+    most = TOKENS
+    for tokens in LONGER:
+        if step(way, tokens) >= step("", tokens):
+            break
+        most = tokens
+    shape = {"head_dim": config.head_dim, "rows": config.num_heads // config.num_kv_heads, "kv_heads": config.num_kv_heads}
+    entry = {"kind": "decode_ring", **shape, "max_batch": 1, "max_kv": most, **asdict(ways[way])}
+    _attention.write_table(ctx, "decode_rings", [entry], shape)
+    return fastest
 
 
 def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> None:
