@@ -7,7 +7,7 @@ order to serve the first and to give up the second. It holds no queue; what it r
     sjf              estimated seconds alone                            starves long requests under load
     sjf_aging        arrival + min(factor x seconds alone, patience)    every wait is bounded, see AgedShortestFirst
     least_remaining  estimated seconds left, now; preempts              starves long requests under load
-    oracle           sjf_aging with the true output length: what better guesses could win at most
+    oracle           sjf_aging with the true output length: what better guesses of it would do
     priority         classes share the device by weight; preempts      no class starves
     deadline         most first tokens in time, see deadlines.py        every wait is bounded by patience
     article          shortest first within a time budget, as the article has it (article_policy.py)
