@@ -22,9 +22,9 @@ __all__ = ["chips", "draw_lines", "heat", "latency", "roofline", "serving", "sha
 
 
 def colours(series: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """(colour, marker) of each series in order of appearance."""
-    names = list(dict.fromkeys(series))
-    return {name: (PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    """(colour, marker) of each series in order of appearance; when the colours begin again, each has another marker."""
+    names, n = list(dict.fromkeys(series)), len(PALETTE)
+    return {name: (PALETTE[i % n], MARKERS[(i + i // n) % len(MARKERS)]) for i, name in enumerate(names)}
 
 
 def plain_ticks(axis: Any, values: Iterable[float], limit: int = 9) -> None:

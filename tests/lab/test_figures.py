@@ -139,6 +139,11 @@ def test_the_paper_is_opaque_so_a_dark_page_does_not_shine_through() -> None:
     assert np.allclose(pixels[0, 0, :3], [int(style.PAPER[i : i + 2], 16) / 255 for i in (1, 3, 5)], atol=0.01)
 
 
+def test_no_two_series_look_alike_however_many_there_are() -> None:
+    look = figures.colours(f"series {i}" for i in range(12))
+    assert len(set(look.values())) == 12
+
+
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 def test_colours_stay_apart_for_every_eye(deficiency: str) -> None:
     """CIE76 distance: 2.3 is just noticeable, so 20 is plain to see; shapes of markers differ besides."""
