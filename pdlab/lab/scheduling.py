@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from pdlab.lab.session import Lab
     from pdlab.workloads.replay import Ended, Outcome
 
+WAYS = {
+    "static": "static", "article": "the article's", "article_mended": "mended", "continuous": "continuous",
+    "continuous_chunked": "continuous, chunked", "one_at_a_time": "one at a time",
+}  # fmt: skip
+
 
 def context(lab: Lab, experiment: str, budget_s: float) -> Context:
     """What a bench suite works with, for this notebook: its machine, its seed, its recorder, and a budget."""
