@@ -148,9 +148,10 @@ def _from_rows(model: ModelConfig, device: str, dtype: str) -> LearnedEstimator 
     if min(len(s) for s in steps.values()) < _LEAST_ROWS:
         return None
     learned = LearnedEstimator(model, roofline.ceilings_for(device, dtype), formulas.itemsize_of(dtype))
-    for _ in range(3):  # few rows: a few passes stand for more of the same
-        for shape, seconds in steps["prefill"] + steps["decode"]:
-            learned.learn(shape, seconds)
+    several = 3 * (steps["prefill"] + steps["decode"])  # few rows: a few passes stand for more of the same
+    for shape, seconds in several:
+        learned.learn(shape, seconds)
+    learned.refit(several)  # all at once: recordings of several days differ, and whichever came last would count most
     return learned
 
 

@@ -12,6 +12,7 @@ from pdlab.core.errors import MeasurementError
 from pdlab.core.plan import PlanShape
 from pdlab.core.request import Request
 from pdlab.core.trace import TraceRow
+from pdlab.costs import tables
 from pdlab.costs.calibration import cost_model, data_sheet_cost, estimator_file, save_for_device
 from pdlab.costs.estimator import RooflineEstimator, make_estimator
 from pdlab.costs.formulas import decode_shape, prefill_shape
@@ -259,3 +260,16 @@ def test_expected_length_is_the_quantile_of_the_latest_lengths_above_what_is_the
     else:
         assert got == generated
     assert known.remaining("never seen", 0) > 0
+
+
+def test_a_model_known_by_a_few_recorded_steps_is_priced_alike_whichever_was_recorded_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Recordings of several days differ; their order in the table says nothing."""
+    model, long = config_of("llama-1b"), PlanShape(((16384, 0),), sampled=1)
+    cost = cost_model(model, "nvidia-h200")
+    assert "rows of prefill_vs_decode" in cost.detail
+    here = cost.step_seconds(long)
+    newest = tables.newest
+    monkeypatch.setattr(tables, "newest", lambda rows: newest(rows)[::-1])
+    assert cost_model(model, "nvidia-h200").step_seconds(long) == pytest.approx(here, rel=1e-6)
