@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -158,7 +158,8 @@ def measure(
     budget_ms: float = 60,
     truth: tuple[torch.Tensor, int] | None = None,
 ) -> Measured:
-    """Each call checked, then timed in turns over caches rotated past L2. What is wrong, or a rival that refuses, is left out.
+    """Each call checked, then timed in turns over caches rotated past L2. What is wrong, or a rival that refuses, be it in a
+    capture or in its last turn, is left out.
 
     Raises what one of OWN raises: a rival may refuse a shape, this project's attention may not. If it runs and is wrong the
     others are still timed, and `insist` fails the suite at its end.
@@ -173,15 +174,14 @@ def measure(
         return (q, view if i == 0 else replace(view, k=torch.randn_like(view.k), v=torch.randn_like(view.v)))
 
     truth = truth or last_request(q, view)
-    usable, left_out = {}, {}
-    for name, call in calls.items():
-        try:
-            check(name, call, q, view, truth)
-            usable[name] = call
-        except _REFUSALS as error:
-            if name in OWN and not isinstance(error, Wrong):
-                raise
-            left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    left_out: dict[str, str] = {}
+
+    def refused(name: str, error: Exception) -> None:
+        if name in OWN and not isinstance(error, Wrong):
+            raise error
+        left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+    _each_or_refused(calls, lambda name: check(name, calls[name], q, view, truth), refused)
     rotation = L2Rotation(copy, 2 * view.k.numel() * view.k.element_size(), l2_bytes=None if q.is_cuda else 0)
 
     def timer(call: Call) -> Callable[[], Timings]:
@@ -192,17 +192,42 @@ def measure(
         settings: dict[str, Any] = {"rotation": rotation, "calls": calls, "fewest": calls, "n": 15, "warmup": 1}
         return lambda: graph_time_us(call, **settings, budget_ms=budget_ms).scaled(1e-3, "ms")
 
-    return Measured(_in_turns({name: timer(call) for name, call in usable.items()}, rounds, PAUSE_S * q.is_cuda), left_out)
+    timers = _each_or_refused([n for n in calls if n not in left_out], lambda name: timer(calls[name]), refused)
+    return Measured(_in_turns(timers, rounds, PAUSE_S * q.is_cuda, refused), left_out)
 
 
-def _in_turns(timers: dict[str, Callable[[], Timings]], rounds: int, pause_s: float) -> dict[str, Timings]:
-    """As `alternate`, each round begun one further on, with a pause before each turn."""
+def _each_or_refused(
+    names: Iterable[str], make: Callable[[str], Any], refused: Callable[[str, Exception], None]
+) -> dict[str, Any]:
+    """make(name) by name; `refused` hears of what fails, and may raise."""
+    made = {}
+    for name in names:
+        try:
+            made[name] = make(name)
+        except _REFUSALS as error:
+            refused(name, error)
+    return made
+
+
+def _in_turns(
+    timers: dict[str, Callable[[], Timings]], rounds: int, pause_s: float, refused: Callable[[str, Exception], None]
+) -> dict[str, Timings]:
+    """As `alternate`, each round begun one further on, with a pause before each turn. `refused` as of _each_or_refused: who
+    fails once gets no further turn, and no time."""
     taken: dict[str, list[Timings]] = {name: [] for name in timers}
-    for r in range(rounds):
-        names = [*timers]
-        for name in names[r % max(1, len(names)) :] + names[: r % max(1, len(names))]:
+
+    def turn(name: str) -> None:
+        if name in taken:
             time.sleep(pause_s)
             taken[name].append(timers[name]())
+
+    def out(name: str, error: Exception) -> None:
+        del taken[name]
+        refused(name, error)
+
+    for r in range(rounds):
+        names = [*timers]
+        _each_or_refused(names[r % max(1, len(names)) :] + names[: r % max(1, len(names))], turn, out)
     return alternate({name: iter(several).__next__ for name, several in taken.items()}, rounds)
 
 

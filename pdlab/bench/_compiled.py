@@ -128,7 +128,8 @@ class Decoder:
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph):
+        # the context in between restores the stream where the capture fails
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(self._graph):
             self.step()
 
     def seconds(self) -> float:

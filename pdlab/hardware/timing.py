@@ -199,7 +199,8 @@ def graph_time_us(
             fn(*sets[0])
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # the outer context restores the stream where a capture fails: whoever catches that would go on in the capture's
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         for args in sets:
             fn(*args)
     graph.replay()

@@ -58,6 +58,74 @@ def test_a_rival_that_refuses_is_named_with_its_reason_and_our_own_refusal_is_ra
         _attention.measure({"fa3": right, own: refuses}, q, view, graph=False, rounds=1, budget_ms=1)
 
 
+def _tires(call: Any, after: int) -> Any:
+    """`call`, which refuses from its call number `after` on."""
+    calls = iter(range(after))
+
+    def run(q: torch.Tensor, view: Any) -> torch.Tensor:
+        if next(calls, None) is None:
+            raise RuntimeError("no more")
+        return call(q, view)  # type: ignore[no-any-return]
+
+    return run
+
+
+@pytest.mark.parametrize("after", [1, 2, 8], ids=["warming up", "in the first turn", "in a later one"])
+def test_a_rival_that_refuses_after_its_check_is_named_and_our_own_refusal_is_raised(after: int) -> None:
+    q, view = _small()
+    right, more = BACKEND("plain", q, view, 1), {"graph": False, "rounds": 3, "budget_ms": 1e-6}  # three samples a turn
+    found = _attention.measure({"fa3": _tires(right, after), "ours": right, "sdpa": right}, q, view, **more)
+    assert set(found.times) == {"ours", "sdpa"}
+    assert found.left_out == {"fa3": "RuntimeError: no more"}
+    with pytest.raises(RuntimeError, match="no more"):
+        _attention.measure({"fa3": right, "ours": _tires(right, after)}, q, view, **more)
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("whose", ["fa3", "ours"])
+def test_a_capture_that_fails_is_a_rivals_row_and_an_error_of_our_own(whose: str, monkeypatch: Any) -> None:
+    from pdlab.hardware.timing import Timings
+
+    def graph_time_us(call: Any, **settings: Any) -> Timings:
+        if call is calls[whose]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Timings(1000.0, 1000.0, 1000.0, 3, "us")
+
+    q, view = _small()
+    calls: dict[str, Any] = {name: _tires(BACKEND("plain", q, view, 1), 1000) for name in ("fa3", "ours", "sdpa")}
+    monkeypatch.setattr(_attention, "graph_time_us", graph_time_us)
+    monkeypatch.setattr(_attention, "time_ms", lambda call, **settings: Timings(1.0, 1.0, 1.0, 3))
+    on_gpu, plain = q.as_subclass(OnGpu), _attention.last_request(q, view)
+    if whose == "ours":
+        with pytest.raises(RuntimeError, match="capturing"):
+            _attention.measure(calls, on_gpu, view, graph=True, truth=plain)
+        return
+    found = _attention.measure(calls, on_gpu, view, graph=True, truth=plain)
+    assert {name: t.median for name, t in found.times.items()} == {"ours": 1.0, "sdpa": 1.0}
+    assert found.left_out["fa3"].startswith("RuntimeError: operation not permitted")
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_left_out_and_the_others_are_timed_as_ever() -> None:
+    q, view = _attention.make_view(
+        [64, 90], [1, 1], heads=4, kv_heads=2, head_dim=64, page=16, dtype="bfloat16", device="cuda", seed=0
+    )  # fmt: skip
+    right = BACKEND("sdpa", q, view, 2)
+
+    def waits(q: torch.Tensor, view: Any) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return right(q, view)  # type: ignore[no-any-return]
+
+    here = torch.cuda.current_stream()
+    found = _attention.measure({"fa3": waits, "ours": BACKEND("auto", q, view, 2)}, q, view, graph=True, budget_ms=5)
+    assert set(found.times) == {"ours"}
+    assert "fa3" in found.left_out
+    assert torch.cuda.current_stream() == here
+
+
 def test_what_no_rival_refuses_with_is_raised_whoever_raises_it() -> None:
     q, view = _small()
     with pytest.raises(ZeroDivisionError):
@@ -105,6 +173,6 @@ def test_variants_are_timed_in_turns_that_begin_with_another_each_round() -> Non
     def timer(name: str) -> Any:
         return lambda: order.append(name) or Timings(float(len(order)), 0, 0, 1)
 
-    found = _attention._in_turns({name: timer(name) for name in "abc"}, 3, 0.0)
+    found = _attention._in_turns({name: timer(name) for name in "abc"}, 3, 0.0, pytest.fail)
     assert "".join(order) == "abcbcacab"
     assert {name: t.median for name, t in found.items()} == {"a": 6.0, "b": 4.0, "c": 5.0}  # of 1 6 8, 2 4 9 and 3 5 7

@@ -97,3 +97,15 @@ def test_a_graph_of_calls_is_timed_per_call() -> None:
     events = time_ms(lambda: torch.matmul(x, x, out=out), n=20)
     assert graph.unit == "us"
     assert graph.median / 1e3 == pytest.approx(events.median, rel=0.5)  # the same work, so the same order of time
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
+    import torch
+
+    here = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        timing.graph_time_us(torch.cuda.synchronize, calls=20, n=3)
+    assert torch.cuda.current_stream() == here
+    x = torch.ones(64, device="cuda")
+    assert timing.graph_time_us(lambda: x + 1, calls=20, n=3).median > 0, "and the next is captured"
