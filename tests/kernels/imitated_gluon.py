@@ -2,7 +2,7 @@
 
     run = Imitation(persistent_decode_kernel);   run[(programs,)](*arguments)       as a launch
 
-Tensors are PyTorch's, layouts are ignored. What is imitated, so far as the persistent decode kernel uses it:
+Tensors are PyTorch's, layouts are ignored. What is imitated, so far as the persistent decode kernel and rings use it:
   - Memory: each tensor lies in an address space of its own, so a load, store, prefetch or copy that leaves it, by however
     little, raises OutOfBounds. A Sparse tensor may be larger than this machine: untouched elements are 0.
   - 32 bits: a sum or product of them that does not fit raises OverflowError.
@@ -117,6 +117,10 @@ class Barrier:
     def __init__(self) -> None:
         self.count = self.left = self.bytes = self.phases = 0
 
+    def expect(self, size: int, pred: Any = True) -> None:
+        if pred:
+            self.step(1, size)
+
     def step(self, arrivals: int, more_bytes: int) -> None:
         self.left, self.bytes = self.left - arrivals, self.bytes + more_bytes
         assert self.left >= 0
@@ -141,7 +145,9 @@ class Descriptor:
         self.v, self.block, self.dtype = made.base, made.block_shape, made.base.dtype
         self.block_type = types.SimpleNamespace(nbytes=self.block[0] * self.block[1] * self.dtype.itemsize)
 
-    def copy(self, at: list[Any], barrier: Barrier, to: Shared) -> None:
+    def copy(self, at: list[Any], barrier: Barrier, to: Shared, pred: Any = True) -> None:
+        if not pred:
+            return
         row, column = (int(i) for i in at)
         if not (0 <= row <= self.v.shape[0] - self.block[0] and 0 <= column < self.v.shape[1]):
             raise OutOfBounds(f"a block at {row}, {column} of {tuple(self.v.shape)}")
@@ -159,16 +165,17 @@ class Language:
 
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     int16, int32, int64, uint16, uint32 = torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32
+    uint64, num_warps = torch.uint64, staticmethod(lambda: 4)
     constexpr = SliceLayout = BlockedLayout = NVMMADistributedLayout = SwizzledSharedLayout = LAYOUT
 
-    def __init__(self, programs: int, seed: int) -> None:
-        self.memory, self.turns, self.programs = Memory(), Turns(seed), programs
+    def __init__(self, programs: int, seed: int, instead: dict[str, Callable[..., Any]]) -> None:
+        self.memory, self.turns, self.programs, self.instead = Memory(), Turns(seed), programs, instead
         self._made: dict[Any, Callable[..., Any]] = {}
         self.mbarrier = types.SimpleNamespace(
             MBarrierLayout=LAYOUT, init=lambda b, count: b.init(count), arrive=lambda b, count: b.step(count, 0),
-            expect=lambda b, size: b.step(1, size), wait=lambda b, phase: self.turns.until(lambda: b.phases & 1 != int(phase)),
+            expect=Barrier.expect, wait=lambda b, phase: self.turns.until(lambda: b.phases & 1 != int(phase)),
         )  # fmt: skip
-        self.tma = types.SimpleNamespace(async_copy_global_to_shared=lambda d, at, barrier, to: d.copy(at, barrier, to))
+        self.tma = types.SimpleNamespace(async_copy_global_to_shared=Descriptor.copy)
 
     def python(self, kernel: JITFunction) -> Callable[..., Any]:
         """The kernel's Python, which sees this language where the kernel sees Gluon."""
@@ -177,9 +184,10 @@ class Language:
             self._made[kernel] = types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
             for name, value in fn.__globals__.items():
                 names[name] = self.python(value) if isinstance(value, JITFunction) else getattr(value, "value", value)
-            names |= {"gl": self, "range": self.range, "mbarrier": self.mbarrier, "tma": self.tma}
+            names |= {"gl": self, "tl": self, "range": self.range, "mbarrier": self.mbarrier, "tma": self.tma}
             nothing = dict.fromkeys(("barrier", "fence_async_shared"), lambda: None)
             names |= nothing | {"warpgroup_mma": self.mma, "warpgroup_mma_wait": lambda n, deps: deps}
+            names |= {name: instead for name, instead in self.instead.items() if name in names}
         return self._made[kernel]
 
     def range(self, *bounds: Any) -> Any:
@@ -220,9 +228,9 @@ class Language:
             out[here] = tensor.get(index)
         return T(out)
 
-    def store(self, at: T, value: Any, mask: Any = None, cache_modifier: str = "") -> None:
+    def store(self, at: T, value: Any, mask: Any = None, cache_modifier: str = "", turn: bool = True) -> None:
         assert at.element is not None
-        if self.turns.rng.random() < 1 / 16:
+        if turn and self.turns.rng.random() < 1 / 16:
             self.turns.pass_on()
         values = value_of(value, at.element).to(at.element)
         shape = torch.broadcast_shapes(at.v.shape, values.shape)
@@ -231,15 +239,23 @@ class Language:
             tensor, index = self.memory.find(at.v.expand(shape)[here], at.element)
             tensor.put(index, values.expand(shape)[here])
 
-    def atomic_add(self, at: T, value: int, sem: str, scope: str) -> T:
-        self.turns.pass_on()
-        before = self.load(at)
-        tensor, index = self.memory.find(at.v, at.element)
-        tensor.put(index, before.v + value)
-        return before
+    def _atomic(self, change: Callable[[Any, Any], Any]) -> Callable[..., T]:
+        def run(at: T, value: Any, mask: Any = None, sem: str = "acq_rel", scope: str = "gpu") -> T:
+            self.turns.pass_on()
+            before = self.load(at, mask)  # what a thread that is masked out gets is not defined
+            here = torch.ones_like(at.v, dtype=torch.bool) if mask is None else value_of(mask).expand(at.v.shape)
+            assert len(at.v[here].unique()) == here.sum(), "one thread an address"
+            self.store(at, T(change(before.v, value_of(value, at.element))), mask, turn=False)
+            return before
+
+        return run
+
+    atomic_add = property(lambda self: self._atomic(lambda old, value: old + value))
+    atomic_max = property(lambda self: self._atomic(torch.maximum))
+    atomic_xchg = property(lambda self: self._atomic(lambda old, value: value.expand(old.shape)))
 
     def inline_asm_elementwise(self, text: str, operands: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
-        if "leave L2 first" in text:  # a mark for the assembler
+        if "leave L2 first" in text or "griddepcontrol" in text:  # a mark for the assembler; launches come one after the other
             return None
         if "prefetch" in text:
             self.memory.find(args[0].v, torch.bfloat16)
@@ -321,6 +337,7 @@ class Language:
     join = staticmethod(lambda a, b: T(torch.stack(pair(a, b), -1)))
     reshape = staticmethod(lambda x, shape: T(x.v.reshape(shape)))
     permute = staticmethod(lambda x, order: T(x.v.permute(order)))
+    abs = staticmethod(lambda x: T(x.v.abs()))
     minimum, maximum = staticmethod(plain(torch.minimum)), staticmethod(plain(torch.maximum))
     where = staticmethod(lambda c, a, b: T(torch.where(value_of(c), *pair(a, b))))
     sum = staticmethod(lambda x, axis: T(x.v.sum(axis, dtype=x.v.dtype)))
@@ -329,15 +346,18 @@ class Language:
 
 
 class Imitation:
-    """A kernel, launched as Triton launches it. `seed`: who is next where programs wait for one another."""
+    """A kernel, launched as Triton launches it. `seed`: who is next where programs wait for one another. `instead`: what stands
+    in for functions that the kernel calls, by their names."""
 
-    def __init__(self, kernel: JITFunction, seed: int = 0) -> None:
-        self.kernel, self.seed = kernel, seed
+    def __init__(self, kernel: JITFunction, seed: int = 0, **instead: Callable[..., Any]) -> None:
+        self.kernel, self.seed, self.instead = kernel, seed, instead
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int = 4, launch_cooperative_grid: bool = False, **named: Any) -> None:
+        def launch(
+            *args: Any, num_warps: int = 4, launch_cooperative_grid: bool = False, launch_pdl: bool = False, **named: Any
+        ) -> None:
             self.seed += 1
-            language = Language(grid[0], self.seed)
+            language = Language(grid[0], self.seed, self.instead)
             signature = inspect.signature(self.kernel.fn)
             bound = signature.bind(*args, **named).arguments
             for name, value in bound.items():
