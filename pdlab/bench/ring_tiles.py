@@ -36,7 +36,8 @@ REPLAYS = 56
 
 def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
     """Ways of sizing the rings: a whole multiprocessor's memory, half of it, or half for the small products alone; and `early`:
-    so little for what comes before gates and up that their ring, of 7 stages, fills while attention runs."""
+    so little for what comes before gates and up that their ring, of 7 stages, fills while attention runs. `drawn`: programs of
+    gates and up draw two tiles at a time, see ring_product.draw."""
 
     def half(op: str, k: int) -> RingTile:
         return RingTile(1, max(2, min(6, ((104 << 10) - 2 * k) // (16 << 10))))
@@ -46,13 +47,18 @@ def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
             return RingTile(1, 4)
         return RingTile(1, 7) if op == "norm_mlp_up" else ring_rule(k)
 
-    return {
+    ways: dict[str, Callable[[str, int], RingTile]] = {
         "whole": lambda op, k: ring_rule(k),
         "half": half,
         "mixed": lambda op, k: ring_rule(k) if op in BIG else half(op, k),
         "early": early,
         "early, half down": lambda op, k: half(op, k) if op == "down_residual" else early(op, k),
     }
+
+    def drawn(way: str) -> Callable[[str, int], RingTile]:
+        return lambda op, k: replace(ways[way](op, k), draw=2 if op == "norm_mlp_up" else 0)
+
+    return ways | {f"{way}, drawn": drawn(way) for way in ("whole", "half", "early")}
 
 
 def attention_ways(head_dim: int) -> dict[str, DecodeRing]:
