@@ -41,7 +41,7 @@ def tail_reduction(ev: Evidence, claim: Claim) -> Finding:
         return not_measured(claim, ev, f"{f['metric']} of {(whole or f['variants'])[0]} beside {f['baselines'][0]}", *notes[:1])
     cut, row = cuts[(len(cuts) - 1) // 2]
     verdict = "reproduced" if cut >= f["percent"] - 3 else "partly" if cut > 3 else "not_reproduced"
-    spread = f"{cuts[0][0]:.0f} to {cuts[-1][0]:.0f} % lower over {len(cuts)} loads" if len(cuts) > 1 else "one load"
+    spread = f"from {_lower(cuts[0][0])} to {_lower(cuts[-1][0])} over {len(cuts)} loads" if len(cuts) > 1 else "one load"
     quantile = f"P{f['where']['quantile']} " if "quantile" in f.get("where", {}) else ""
     tail = f"{quantile}{f['metric'].replace('_', ' ')}"
     if (other := f.get("also")) and (more := _cuts(ev, claim, other, whole)):
