@@ -86,6 +86,8 @@ def _cell(ctx: Context, params: dict[str, Any], default: str) -> str:
     times = found.times
     for name, t in times.items():
         ctx.record.add("latency", t, variant=name, params=params)
+    if not times:  # `insist` fails the suite at its end where ours is among them
+        return default
     best = min(times, key=lambda name: times[name].median)
     usual = times.get(default)
     told = ", ".join(f"{k} {t.median:.3f}" for k, t in times.items())

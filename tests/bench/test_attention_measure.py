@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdlab.bench import _attention, attention_decode, ceilings, suites
+from pdlab.bench import _attention, attention_decode, attention_dispatch, ceilings, suites
 from pdlab.costs.roofline import Ceilings
 
 BACKEND = _attention.backend
@@ -163,6 +163,17 @@ def test_a_suite_whose_own_attention_is_wrong_writes_the_rest_and_fails(tmp_path
     assert ",plain," in table.read_text()
     assert ",sdpa," in table.read_text()
     assert "skipped:Wrong: sdpa is wrong" in table.read_text()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_cell_in_which_every_backend_is_wrong_is_written_before_the_suite_fails(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(attention_dispatch._CELLS, "smoke", [("prefill", 24, 2), ("decode", 40, 3)])
+    monkeypatch.setattr(_attention, "backend", lambda name, *rest: _wrong)
+    monkeypatch.setattr(_attention, "insist", lambda ctx, insist=_attention.insist: insist(ctx, "sdpa"))
+    with pytest.raises(AssertionError, match="cases are wrong"):
+        suites.run("attention_dispatch", device="cpu", out=tmp_path, say=lambda line: None)
+    (table,) = tmp_path.glob("*/attention_dispatch.csv")
+    assert all(phase in table.read_text() for phase in ("prefill", "decode"))
 
 
 def test_variants_are_timed_in_turns_that_begin_with_another_each_round() -> None:
