@@ -49,6 +49,7 @@ def apart(mine: torch.Tensor, right: torch.Tensor) -> float:
         {"length": 1, "page": 16},
         {"length": 70, "programs": 9},  # four parts of each head's cache, and a program that has none
         {"length": 33, "page": 1, "programs": 2},
+        {"length": 21, "programs": 70, "layers": 1},  # more programs than any product has tasks
         {"length": 100, "kind": "extent", "page": 1},
         {"length": 40, "ffn": 1152, "layers": 1},  # two panels, of which the second is not full
         {"length": 9, "heads": 6, "tile": {"u_words": False, "stages": 2}},
