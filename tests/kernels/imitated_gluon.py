@@ -329,6 +329,13 @@ class Language:
 
     # values
 
+    @staticmethod
+    def associative_scan(x: T, axis: int, combine: Callable[[T, T], T]) -> T:
+        parts = [T(part) for part in x.v.unbind(axis)]
+        for i in builtins.range(1, len(parts)):
+            parts[i] = combine(parts[i - 1], parts[i])
+        return T(torch.stack([part.v for part in parts], axis))
+
     arange = staticmethod(lambda a, b, layout=None: T(torch.arange(a, b, dtype=torch.int32)))
     zeros = staticmethod(lambda shape, dtype, layout: T(torch.zeros(shape, dtype=dtype)))
     full = staticmethod(lambda shape, value, dtype, layout: T(torch.full(shape, value, dtype=dtype)))
