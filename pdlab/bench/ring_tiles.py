@@ -145,7 +145,7 @@ def _sweep_attention(ctx: Context, loaded: Loaded, rings: str, ms: float) -> flo
             break
         most = tokens
     shape = {"head_dim": config.head_dim, "rows": config.num_heads // config.num_kv_heads, "kv_heads": config.num_kv_heads}
-    entry = {"kind": "decode_ring", **shape, "max_batch": 1, "max_kv": most, **asdict(ways[way])}
+    entry = {"kind": "decode_ring", **shape, "max_batch": 1, "max_kv": _bound(most), **asdict(ways[way])}
     _attention.write_table(ctx, "decode_rings", [entry], shape)
     return fastest
 
@@ -175,8 +175,14 @@ def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> No
         if persistent(way, tokens) >= beside:
             break
         most = tokens
-    entry = [{**key, "max_kv": most, **persistent_ways()[way]}] if most else []
+    entry = [{**key, "max_kv": _bound(most), **persistent_ways()[way]}] if most else []
     _attention.write_table(ctx, "persistent_decode", entry, key)
+
+
+def _bound(tokens: int) -> int:
+    """What a step over so many tokens asks the table with: a graph knows no length but the most that its engine has room for,
+    and that of a measured step has room for one more, see _breakdown.step_of."""
+    return tokens + 1
 
 
 def _step(

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from pdlab.bench import ring_tiles
+from pdlab.bench import _breakdown, ring_tiles
 from pdlab.bench.records import Recorder
 from pdlab.bench.suites import Context
 from pdlab.hardware.probe import resolve_device
@@ -65,9 +65,18 @@ def test_the_table_has_the_most_tokens_at_which_the_persistent_kernel_was_faster
     ring_tiles._sweep_persistent(context, load("random:llama-tiny", dtype="float32"), "whole", 1.0)
     [(key, entries)] = written
     assert key == "persistent_decode"
-    assert [entry["max_kv"] for entry in entries] == ([] if most is None else [most])
+    assert [entry["max_kv"] for entry in entries] == ([] if most is None else [most + 1])
     assert all(entry["panels"] == 2 for entry in entries)
     json.dumps(entries)
+
+
+def test_a_measured_step_asks_the_table_with_what_its_entry_bounds() -> None:
+    """Its engine's room, which is all that a captured step knows of its cache."""
+    loaded = load("random:llama-tiny", dtype="float32")
+    for tokens in (40, 64):
+        with _breakdown.step_of(loaded, frozenset(), tokens) as (executor, plan):
+            assert executor._all_rows(1).max_kv == ring_tiles._bound(tokens)
+            assert plan(0).context_lens == [tokens]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -107,9 +116,9 @@ def test_the_table_has_attention_as_whole_steps_chose_it(
     try:
         heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         device, usual = tuning.Tuning("some-gpu", (9, 0), 132, 50 << 20), tuning.ring_rule((9, 0), 228 << 10, 64)
-        for kv in (512, 2048, 8192, 8193):
+        for kv in (513, 2049, 8193, 8194):  # what a step over one token less asks with
             found = device.ring(64, group, kv=kv, batch=1, kv_heads=heads)
-            chosen = most is not None and kv <= most
+            chosen = most is not None and kv <= most + 1
             assert found == (tuning.DecodeRing(8, 2, 1, 8, True, 4) if chosen else usual)
         assert device.ring(64, group, kv=512, batch=2, kv_heads=heads) == usual, "for one request alone"
     finally:
