@@ -74,6 +74,15 @@ def test_the_bound_on_the_length_may_be_far_from_the_length(most: int) -> None:
         assert apart(got, exact(x, layers, rope, now)) < TOLERANCE
 
 
+def test_scores_far_below_zero_count_like_any_others() -> None:
+    """Of four parts' places one has a key; what stands for the others must be below every score."""
+    here = case(length=1, programs=9, layers=1)
+    x, layers, rope, view = here.make()
+    heads = layers[0].qkv.view(-1, here.dim, here.hidden)
+    heads[:4], heads[4:6] = heads[[0, 0, 2, 2]], -20 * heads[[0, 2]]  # k is -20 q: scores of some -200
+    assert apart(here.stack(layers)(x, rope, view), exact(x, layers, rope, view)) < TOLERANCE
+
+
 @pytest.mark.parametrize("settings", [{"page": 16}, {"page": 1}, {"page": 1, "kind": "extent"}], ids=str)
 def test_an_empty_cache_is_read_nowhere(settings: dict[str, Any]) -> None:
     """What a graph's capture runs before there is a request."""
