@@ -193,7 +193,7 @@ def measure(
         return lambda: graph_time_us(call, **settings, budget_ms=budget_ms).scaled(1e-3, "ms")
 
     timers = _each_or_refused([n for n in calls if n not in left_out], lambda name: timer(calls[name]), refused)
-    return Measured(_in_turns(timers, rounds, PAUSE_S * q.is_cuda, refused), left_out)
+    return Measured(in_turns(timers, rounds, PAUSE_S * q.is_cuda, refused), left_out)
 
 
 def _each_or_refused(
@@ -209,7 +209,7 @@ def _each_or_refused(
     return made
 
 
-def _in_turns(
+def in_turns(
     timers: dict[str, Callable[[], Timings]], rounds: int, pause_s: float, refused: Callable[[str, Exception], None]
 ) -> dict[str, Timings]:
     """As `alternate`, each round begun one further on, with a pause before each turn. `refused` as of _each_or_refused: who

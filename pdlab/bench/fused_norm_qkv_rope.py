@@ -165,7 +165,7 @@ def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
     """Rows of one shape and batch, launched and in a graph."""
     import torch
 
-    from pdlab.bench import _decode
+    from pdlab.bench import _attention, _decode
 
     calls = operations(config, ctx)
     if ctx.machine.is_gpu and batch in COMPILED.get(config.name, ()) and ctx.left() > 20:
@@ -177,7 +177,9 @@ def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
     nbytes = step_bytes(config, decode_shape(batch, 1), itemsize_of(ctx.dtype)).norm_qkv_rope / config.num_layers
     for graph in (True, False) if ctx.machine.is_gpu else (False,):
         params = {"model": config.name, "batch": batch, "dtype": ctx.dtype, "graph": graph}
-        times = _decode.take_turns(calls, rotation, ctx.device, graph=graph, rounds=3 if ctx.full else 1)
+        out: dict[str, str] = {}
+        times = _decode.take_turns(calls, rotation, ctx.device, graph=graph, rounds=3 if ctx.full else 1, left_out=out)
+        _attention.record_left_out(ctx, out, "latency", "us", params)
         _decode.report(ctx, times, nbytes / read * 1e6, params)
 
 

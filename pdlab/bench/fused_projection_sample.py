@@ -171,7 +171,7 @@ def usable(ctx: Context, calls: dict[str, Any], x: torch.Tensor, head: HeadWeigh
 
 
 def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
-    from pdlab.bench import _decode
+    from pdlab.bench import _attention, _decode
 
     weights = config.vocab_size * config.hidden_size * itemsize_of(ctx.dtype)
     rotation = L2Rotation(partial(make_head, config, ctx, batch), weights)
@@ -185,7 +185,10 @@ def measure(ctx: Context, config: ModelConfig, batch: int, read: float) -> None:
             calls = usable(ctx, variants(ctx, config, kind, batch, graph), x, head, params)
             if "ours" in calls and kind != "top_k_top_p":
                 check_ours(calls["ours"](x, head), x, head, make_sampling(kind, batch, ctx.device))
-            times = _decode.take_turns(calls, rotation, ctx.device, graph=graph, rounds=3 if ctx.full else 1, n=7)
+            out: dict[str, str] = {}
+            rounds = 3 if ctx.full else 1
+            times = _decode.take_turns(calls, rotation, ctx.device, graph=graph, rounds=rounds, n=7, left_out=out)
+            _attention.record_left_out(ctx, out, "latency", "us", params)
             _decode.report(ctx, times, weights / read * 1e6, params)
 
 

@@ -16,6 +16,7 @@ from pdlab.bench import _breakdown, _compiled, _decode, _stages, decode_single_s
 from pdlab.bench import fused_norm_qkv_rope as fused_qkv
 from pdlab.bench import fused_projection_sample as fused_head
 from pdlab.hardware.probe import resolve_device
+from pdlab.hardware.timing import L2Rotation
 from pdlab.kernels.kv_view import KVView
 from pdlab.kernels.reference import ReferenceOps
 from pdlab.models.catalogue import config_of, parameter_count
@@ -329,3 +330,29 @@ def test_two_layers_stand_for_a_model_and_run(tmp_path: Path) -> None:
     assert ahead.two_layers("llama-tiny", ctx.machine).config == changed(config_of("llama-tiny"), num_layers=2)
     ahead.stream(ctx, "llama-tiny", _stages.ALL)
     ahead.batched(ctx, "gpt2-tiny", 3)
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_a_rival_that_fails_in_any_turn_has_no_time_and_a_reason(fails_at: int) -> None:
+    """Ours may not fail; without a place for reasons nobody may."""
+    calls = 0
+
+    def rival(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls >= fails_at:
+            raise RuntimeError("no kernel image\nfor this device")
+        return x
+
+    def turns(name: str, left_out: dict[str, str] | None) -> dict[str, Any]:
+        rotation = L2Rotation(lambda i: (torch.ones(4),), 16, l2_bytes=0)
+        both = {"unfused": lambda x: x + 1, name: rival}
+        return _decode.take_turns(both, rotation, "cpu", graph=False, rounds=3, n=3, budget_ms=1, left_out=left_out)
+
+    why: dict[str, str] = {}
+    assert list(turns("torch_compile", why)) == ["unfused"]
+    assert why == {"torch_compile": "RuntimeError: no kernel image for this device"}
+    for name, place in (("ours", {}), ("torch_compile", None)):
+        calls = 0
+        with pytest.raises(RuntimeError, match="no kernel image"):
+            turns(name, place)
