@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from pdlab.hardware.timing import MIN_GRAPH_CALLS, L2Rotation, Timings, alternate, graph_time_us, time_ms
+from pdlab.bench._turns import each_or_refused, in_turns, reason
+from pdlab.hardware.timing import MIN_GRAPH_CALLS, L2Rotation, Timings, graph_time_us, time_ms
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +27,6 @@ PAUSE_S = 0.02  # before each turn on a GPU
 # p and the output are rounded to the dtype: relative 2^-9 (bfloat16) and 2^-12 (float16) on average, each
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
 OWN = ("ours", "ours_alone", "triton")  # this project's attention, under the names that suites give it
-# What rivals say no with: SDPA where no kernel fits, CUDA and running out of memory (RuntimeError, as NotImplementedError is),
-# FlashAttention's and FlashInfer's checks of shapes (AssertionError, ValueError), an interface of another version (TypeError)
-_REFUSALS = (AssertionError, RuntimeError, ValueError, TypeError)
 
 
 def make_view(
@@ -179,9 +176,9 @@ def measure(
     def refused(name: str, error: Exception) -> None:
         if name in OWN and not isinstance(error, Wrong):
             raise error
-        left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        left_out[name] = reason(error)
 
-    _each_or_refused(calls, lambda name: check(name, calls[name], q, view, truth), refused)
+    each_or_refused(calls, lambda name: check(name, calls[name], q, view, truth), refused)
     rotation = L2Rotation(copy, 2 * view.k.numel() * view.k.element_size(), l2_bytes=None if q.is_cuda else 0)
 
     def timer(call: Call) -> Callable[[], Timings]:
@@ -192,43 +189,8 @@ def measure(
         settings: dict[str, Any] = {"rotation": rotation, "calls": calls, "fewest": calls, "n": 15, "warmup": 1}
         return lambda: graph_time_us(call, **settings, budget_ms=budget_ms).scaled(1e-3, "ms")
 
-    timers = _each_or_refused([n for n in calls if n not in left_out], lambda name: timer(calls[name]), refused)
+    timers = each_or_refused([n for n in calls if n not in left_out], lambda name: timer(calls[name]), refused)
     return Measured(in_turns(timers, rounds, PAUSE_S * q.is_cuda, refused), left_out)
-
-
-def _each_or_refused(
-    names: Iterable[str], make: Callable[[str], Any], refused: Callable[[str, Exception], None]
-) -> dict[str, Any]:
-    """make(name) by name; `refused` hears of what fails, and may raise."""
-    made = {}
-    for name in names:
-        try:
-            made[name] = make(name)
-        except _REFUSALS as error:
-            refused(name, error)
-    return made
-
-
-def in_turns(
-    timers: dict[str, Callable[[], Timings]], rounds: int, pause_s: float, refused: Callable[[str, Exception], None]
-) -> dict[str, Timings]:
-    """As `alternate`, each round begun one further on, with a pause before each turn. `refused` as of _each_or_refused: who
-    fails once gets no further turn, and no time."""
-    taken: dict[str, list[Timings]] = {name: [] for name in timers}
-
-    def turn(name: str) -> None:
-        if name in taken:
-            time.sleep(pause_s)
-            taken[name].append(timers[name]())
-
-    def out(name: str, error: Exception) -> None:
-        del taken[name]
-        refused(name, error)
-
-    for r in range(rounds):
-        names = [*timers]
-        _each_or_refused(names[r % max(1, len(names)) :] + names[: r % max(1, len(names))], turn, out)
-    return alternate({name: iter(several).__next__ for name, several in taken.items()}, rounds)
 
 
 def record_left_out(ctx: Context, left_out: dict[str, str], metric: str, unit: str, params: dict[str, Any]) -> None:

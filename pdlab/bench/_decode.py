@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from pdlab.bench._turns import in_turns, reason
 from pdlab.hardware.probe import resolve_device
 from pdlab.hardware.timing import L2Rotation, Timings, graph_time_us, time_ms
 
@@ -57,12 +58,12 @@ def take_turns(
     budget_ms: float = 20.0,
     left_out: dict[str, str] | None = None,
 ) -> dict[str, Timings]:
-    """Microseconds of each call, A B A B, over rotated inputs; in a CUDA graph of 20 calls, or launched one by one.
+    """Microseconds of each call, in turns of which each round begins one further on, over rotated inputs; in a CUDA graph of
+    20 calls, or launched one by one.
 
     `left_out` is told why a rival failed, at its first call or in its last capture, and that one has no time; without it, and
     for those named `ours`, the failure is raised.
     """
-    from pdlab.bench import _attention
 
     def once(call: Callable[..., Any]) -> Timings:
         if graph:
@@ -75,9 +76,9 @@ def take_turns(
     def refused(name: str, error: Exception) -> None:
         if left_out is None or name.startswith("ours"):
             raise error
-        left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        left_out[name] = reason(error)
 
-    return _attention.in_turns({name: of(call) for name, call in calls.items()}, rounds, 0.0, refused)
+    return in_turns({name: of(call) for name, call in calls.items()}, rounds, 0.0, refused)
 
 
 def report(ctx: Context, times: Mapping[str, Timings], floor_us: float, params: dict[str, Any], **settings: Any) -> None:

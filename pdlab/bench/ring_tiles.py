@@ -139,11 +139,7 @@ def _sweep_attention(ctx: Context, loaded: Loaded, rings: str, ms: float) -> flo
     fastest, way = min(((step(way, TOKENS), way) for way in ways), default=(float("inf"), ""))
     if fastest >= ms:
         return ms
-    most = TOKENS
-    for tokens in LONGER:
-        if step(way, tokens) >= step("", tokens):
-            break
-        most = tokens
+    most = _most_tokens(lambda tokens: step(way, tokens), lambda tokens: step("", tokens))
     shape = {"head_dim": config.head_dim, "rows": config.num_heads // config.num_kv_heads, "kv_heads": config.num_kv_heads}
     entry = {"kind": "decode_ring", **shape, "max_batch": 1, "max_kv": _bound(most), **asdict(ways[way])}
     _attention.write_table(ctx, "decode_rings", [entry], shape)
@@ -169,14 +165,24 @@ def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> No
 
     fastest, way = min((persistent(way, TOKENS), way) for way in persistent_ways())
     key = stack_key(loaded.model.layers)
-    most = TOKENS if fastest < ms else 0
-    for tokens in LONGER if most else ():
-        beside = _step(ctx, loaded, rings, stages.ALL, _sized(loaded, rings), tokens=tokens)
-        if persistent(way, tokens) >= beside:
+    entry: list[dict[str, Any]] = []
+    if fastest < ms:
+        most = _most_tokens(
+            lambda tokens: persistent(way, tokens),
+            lambda tokens: _step(ctx, loaded, rings, stages.ALL, _sized(loaded, rings), tokens=tokens),
+        )
+        entry = [{**key, "max_kv": _bound(most), **persistent_ways()[way]}]
+    _attention.write_table(ctx, "persistent_decode", entry, key)
+
+
+def _most_tokens(mine: Callable[[int], float], beside: Callable[[int], float]) -> int:
+    """Up to how many cached tokens a step is faster by what was faster over TOKENS."""
+    most = TOKENS
+    for tokens in LONGER:
+        if mine(tokens) >= beside(tokens):
             break
         most = tokens
-    entry = [{**key, "max_kv": _bound(most), **persistent_ways()[way]}] if most else []
-    _attention.write_table(ctx, "persistent_decode", entry, key)
+    return most
 
 
 def _bound(tokens: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdlab.bench import _attention, attention_decode, attention_dispatch, ceilings, suites
+from pdlab.bench import _attention, _turns, attention_decode, attention_dispatch, ceilings, suites
 from pdlab.costs.roofline import Ceilings
 
 BACKEND = _attention.backend
@@ -184,6 +184,6 @@ def test_variants_are_timed_in_turns_that_begin_with_another_each_round() -> Non
     def timer(name: str) -> Any:
         return lambda: order.append(name) or Timings(float(len(order)), 0, 0, 1)
 
-    found = _attention.in_turns({name: timer(name) for name in "abc"}, 3, 0.0, pytest.fail)
+    found = _turns.in_turns({name: timer(name) for name in "abc"}, 3, 0.0, pytest.fail)
     assert "".join(order) == "abcbcacab"
     assert {name: t.median for name, t in found.items()} == {"a": 6.0, "b": 4.0, "c": 5.0}  # of 1 6 8, 2 4 9 and 3 5 7
