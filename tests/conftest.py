@@ -65,3 +65,13 @@ def compile_environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where recorded rows are looked for: none but those a test makes; the ledger of claims itself is the shipped one."""
+    from pdlab.costs import tables
+
+    monkeypatch.setattr(tables, "data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr(tables, "home_dir", lambda: tmp_path / "home")
+    return tmp_path

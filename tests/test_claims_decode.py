@@ -6,30 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger import of, recorder
 
-from pdlab import claims
-from pdlab.bench.records import Recorder
-from pdlab.costs import tables
-
-GPU = "nvidia-h200"
-
-
-@pytest.fixture(autouse=True)
-def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(tables, "data_dir", lambda: tmp_path / "data")
-    monkeypatch.setattr(tables, "home_dir", lambda: tmp_path / "home")
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("places")
 
 
 def record(places: Path, experiment: str, metric: str, unit: str, values: dict[str, float], **params: Any) -> None:
     """One run with a row a variant."""
-    with Recorder(experiment, GPU, out=places / "data" / "measurements", command="test") as recorder:
+    with recorder(places, experiment) as rows:
         for variant, value in values.items():
-            recorder.add(metric, value, unit, variant=variant, params=params)
-
-
-def of(id: str) -> claims.Verdict:
-    return next(v for v in claims.judge(GPU) if v.id == id)
+            rows.add(metric, value, unit, variant=variant, params=params)
 
 
 def fused(places: Path, experiment: str, ours: float, unfused: float, **params: Any) -> None:
