@@ -33,6 +33,7 @@ class StackTile:
 
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
+    flight: int = 0  # stages that may be on their way at a time; 0: all
     u_words: bool = True  # u handed over as words like everything else; or stored plainly and counted
     hint: bool = True  # weights are the first to leave L2, see copy_hints
     patience: int = 1 << 18  # looks at words or a counter before a wait gives up: about 0.2 s
@@ -162,10 +163,12 @@ def kernel_constants(
     """The kernel's compile-time arguments, all but the cache's."""
     lengths = (hidden, ffn, heads * head_dim)
     tile = tile if all(k % (tile.panels << 10) == 0 for k in lengths) else replace(tile, panels=1)  # stages of whole panels
+    stages = tile.stages_for(max(lengths))
     return {
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
         "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
-        "STAGES": tile.stages_for(max(lengths)), "IN_WORDS": tile.u_words, "TRACED": tile.traced, "HINT": tile.hint,
+        "STAGES": stages, "IN_WORDS": tile.u_words, "TRACED": tile.traced, "HINT": tile.hint,
+        "FLIGHT": min(tile.flight or stages, stages),
     }  # fmt: skip
 
 

@@ -237,6 +237,7 @@ def persistent_decode_kernel(
     HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
     GROUP_PAD: gl.constexpr, PARTS: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr, IN_WORDS: gl.constexpr, TRACED: gl.constexpr, HINT: gl.constexpr,
+    FLIGHT: gl.constexpr,
 ):  # fmt: skip
     if HINT:
         for matrix in gl.static_range(4):
@@ -262,6 +263,6 @@ def persistent_decode_kernel(
     gl.warp_specialize([
         (_consume, (ring, full, empty, ys, smem, X, OUT_X, norms, rope, where, table, caches, U, state, numbers, HIDDEN, FFN,
                     HEADS, KV_HEADS, HEAD, GROUP_PAD, PARTS, PAGED, PAGE, PANELS, STAGES, IN_WORDS, TRACED)),
-        (produce, (ring, full, empty, weights, layers, HIDDEN, FFN, WIDTH, PACKED, HEAD // 2, PANELS, STAGES)),
+        (produce, (ring, full, empty, weights, layers, HIDDEN, FFN, WIDTH, PACKED, HEAD // 2, PANELS, STAGES, FLIGHT)),
     ], [1], [40])
     # fmt: on

@@ -44,8 +44,13 @@ def first_task(begin):
 def _stream(
     ring, full, empty, WD, layer, begin, i,
     OUTPUTS: gl.constexpr, K: gl.constexpr, PARTNERS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+    FLIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Copies this program's pieces of one product of one layer, from the i-th piece of the ring on; the next piece's number."""
+    """Copies this program's pieces of one product of one layer, from the i-th piece of the ring on; the next piece's number.
+
+    No more than FLIGHT pieces are on their way at a time, however many the ring has room for: whatever else anybody reads has
+    to wait behind those that are.
+    """
     apart: gl.constexpr = OUTPUTS // 2
     TILES: gl.constexpr = 2 if PARTNERS == -1 else 1  # of a task
     row = layer * OUTPUTS
@@ -55,6 +60,9 @@ def _stream(
             for c in range(pieces_of(K, PANELS)):
                 stage = i % STAGES
                 mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
+                if FLIGHT < STAGES:  # noqa: SIM102 - known when compiling, the other is not
+                    if i >= FLIGHT:
+                        mbarrier.wait(full.index((i - FLIGHT) % STAGES), (i - FLIGHT) // STAGES & 1)
                 mbarrier.expect(full.index(stage), 2 * PANELS * WD.block_type.nbytes)
                 for p in gl.static_range(PANELS):
                     at = stage * (2 * PANELS) + p
@@ -69,7 +77,7 @@ def _stream(
 def produce(
     ring, full, empty, weights, layers,
     HIDDEN: gl.constexpr, FFN: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr, HALF: gl.constexpr,
-    PANELS: gl.constexpr, STAGES: gl.constexpr,
+    PANELS: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr,
 ):  # fmt: skip
     QKV, OUT, UP, DOWN = weights
     # tasks of a layer before each product, and of all
@@ -80,10 +88,10 @@ def produce(
     i = 0
     for layer in range(layers):
         begin = layer * (AT_DOWN + HIDDEN // TILE)
-        i = _stream(ring, full, empty, QKV, layer, begin, i, PACKED, HIDDEN, HALF, PANELS, STAGES)
-        i = _stream(ring, full, empty, OUT, layer, begin + AT_OUT, i, HIDDEN, WIDTH, 0, PANELS, STAGES)
-        i = _stream(ring, full, empty, UP, layer, begin + AT_UP, i, 2 * FFN, HIDDEN, -1, PANELS, STAGES)
-        i = _stream(ring, full, empty, DOWN, layer, begin + AT_DOWN, i, HIDDEN, FFN, 0, PANELS, STAGES)
+        i = _stream(ring, full, empty, QKV, layer, begin, i, PACKED, HIDDEN, HALF, PANELS, STAGES, FLIGHT)
+        i = _stream(ring, full, empty, OUT, layer, begin + AT_OUT, i, HIDDEN, WIDTH, 0, PANELS, STAGES, FLIGHT)
+        i = _stream(ring, full, empty, UP, layer, begin + AT_UP, i, 2 * FFN, HIDDEN, -1, PANELS, STAGES, FLIGHT)
+        i = _stream(ring, full, empty, DOWN, layer, begin + AT_DOWN, i, HIDDEN, FFN, 0, PANELS, STAGES, FLIGHT)
 
 
 # --- products
