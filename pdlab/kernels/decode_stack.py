@@ -34,6 +34,7 @@ class StackTile:
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
     flight: int = 0  # stages that may be on their way at a time; 0: all
+    pdl: bool = True  # programmatic dependent launch: weights stream in under the tail of the kernel before
     u_words: bool = True  # u handed over as words like everything else; or stored plainly and counted
     hint: bool = True  # weights are the first to leave L2, see copy_hints
     patience: int = 1 << 18  # looks at words or a counter before a wait gives up: about 0.2 s
@@ -130,7 +131,7 @@ class DecodeStack:
             view.block_table, view.base, view.k, view.v, self.u, self.words, self.epoch, self.count, self.failed, self.trace,
             view.k.stride(0), *self.eps, LOG2E * self.head_dim**-0.5, len(self.layers), parts,
             self.tile.patience, **self.constants(), PAGED=view.kind == "paged", PAGE=view.page_size,
-            num_warps=4, launch_cooperative_grid=self.programs > 1,
+            num_warps=4, **self.launch(),
         )  # fmt: skip
         return out
 
@@ -152,6 +153,12 @@ class DecodeStack:
         if self.tile.traced and self.trace.numel() == 1:
             raise ValueError("a stack that was made without stamps has no memory for them; make it with traced=True")
 
+    def launch(self) -> dict[str, bool]:
+        """How it is launched. A cooperative launch, which the driver refuses where its programs would not all be resident,
+        begins when everything before it has ended; a dependent one begins early, and its programs are resident as soon as
+        those before it have left, since they wait for nothing here."""
+        return {"launch_pdl": True} if self.tile.pdl else {"launch_cooperative_grid": self.programs > 1}
+
     def constants(self) -> dict[str, int]:
         """The kernel's compile-time arguments, all but the cache's."""
         return kernel_constants(self.tile, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.parts)
@@ -168,7 +175,7 @@ def kernel_constants(
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
         "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
         "STAGES": stages, "IN_WORDS": tile.u_words, "TRACED": tile.traced, "HINT": tile.hint,
-        "FLIGHT": min(tile.flight or stages, stages),
+        "FLIGHT": min(tile.flight or stages, stages), "PDL": tile.pdl,
     }  # fmt: skip
 
 

@@ -119,7 +119,7 @@ class FusedOps(DispatchedOps):
 
         found = measured_tile(self.tuning, layers, kv) if self.measured else None
         tile = self.stack_tile or found or (StackTile() if self.persistent else None)
-        return tile and replace(tile, hint=tile.hint and self.hints)
+        return tile and replace(tile, hint=tile.hint and self.hints, pdl=tile.pdl and self.pdl)
 
     def layer_stack(
         self, x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable | None, view: KVView

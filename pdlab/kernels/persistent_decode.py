@@ -61,7 +61,7 @@ from pdlab.kernels.persistent_attention import (
 )
 from pdlab.kernels.persistent_products import arrive, counted, first_task, gated, produce, qkv, residual
 from pdlab.kernels.persistent_words import staged, word
-from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, barrier
+from pdlab.kernels.ring_product import LINES, PAIRS, PANEL, barrier, launch_dependents, wait_for_the_kernel_before
 
 WRAP = gl.constexpr(1 << 30)  # the epoch behind which they begin again
 PHASES = gl.constexpr(10)  # of a layer, whose ends are stamped
@@ -146,7 +146,7 @@ def _consume(
     ring, full, empty, ys, smem, X, OUT_X, norms, rope, where, table, caches, U, state, numbers,
     HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
     GROUP_PAD: gl.constexpr, PARTS: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, IN_WORDS: gl.constexpr, TRACED: gl.constexpr,
+    STAGES: gl.constexpr, IN_WORDS: gl.constexpr, TRACED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = HEADS * HEAD
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -163,6 +163,8 @@ def _consume(
     KC, VC, kv_stride = caches
     WORDS, EPOCH, COUNT, FAILED, TRACE = state
     scale_log2, layers, parts, patience = numbers
+    if PDL:
+        wait_for_the_kernel_before()  # it wrote X; weights do not depend on it, so the producer is long at work
     AFTER_DOWN, AFTER_OUT, HANDED = WORDS, WORDS + AT[1], WORDS + AT[2]
     ATTN, U_WORDS, PART = WORDS + AT[3], WORDS + AT[4], WORDS + AT[5]
     LOST = COUNT + layers + 1
@@ -237,8 +239,10 @@ def persistent_decode_kernel(
     HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
     GROUP_PAD: gl.constexpr, PARTS: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr, IN_WORDS: gl.constexpr, TRACED: gl.constexpr, HINT: gl.constexpr,
-    FLIGHT: gl.constexpr,
+    FLIGHT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()  # the next kernel waits for this one's end; its programs are set off as these leave
     if HINT:
         for matrix in gl.static_range(4):
             leave_l2_first(2 + 5 * matrix)
@@ -262,7 +266,7 @@ def persistent_decode_kernel(
     # fmt: off
     gl.warp_specialize([
         (_consume, (ring, full, empty, ys, smem, X, OUT_X, norms, rope, where, table, caches, U, state, numbers, HIDDEN, FFN,
-                    HEADS, KV_HEADS, HEAD, GROUP_PAD, PARTS, PAGED, PAGE, PANELS, STAGES, IN_WORDS, TRACED)),
+                    HEADS, KV_HEADS, HEAD, GROUP_PAD, PARTS, PAGED, PAGE, PANELS, STAGES, IN_WORDS, TRACED, PDL)),
         (produce, (ring, full, empty, weights, layers, HIDDEN, FFN, WIDTH, PACKED, HEAD // 2, PANELS, STAGES, FLIGHT)),
     ], [1], [40])
     # fmt: on
