@@ -33,7 +33,7 @@ class StackTile:
 
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
-    flight: int = 0  # stages that may be on their way at a time; 0: all
+    flight: int = 0  # panels that may be on their way at a time; 0: all
     pdl: bool = True  # programmatic dependent launch: weights stream in under the tail of the kernel before
     u_words: bool = True  # u handed over as words like everything else; or stored plainly and counted
     hint: bool = True  # weights are the first to leave L2, see copy_hints
@@ -175,7 +175,7 @@ def kernel_constants(
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
         "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
         "STAGES": stages, "IN_WORDS": tile.u_words, "TRACED": tile.traced, "HINT": tile.hint,
-        "FLIGHT": min(tile.flight or stages, stages), "PDL": tile.pdl,
+        "FLIGHT": min(tile.flight or stages * tile.panels, stages * tile.panels), "PDL": tile.pdl,
     }  # fmt: skip
 
 

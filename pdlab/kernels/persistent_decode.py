@@ -252,11 +252,12 @@ def persistent_decode_kernel(
     ring = gl.allocate_shared_memory(QKV.dtype, [STAGES * 2 * PANELS, LINES, PANEL], QKV.layout)
     ys = gl.allocate_shared_memory(QKV.dtype, [(LONGEST // 16 + PANEL - 1) // PANEL, 16, PANEL], QKV.layout)
     smem = gl.allocate_shared_memory(QKV.dtype, [rows_of(HEADS // KV_HEADS), HEAD], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * PANELS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
+    for s in gl.static_range(STAGES * PANELS):
+        mbarrier.init(full.index(s), count=1)
     fence_async_shared()
     norms = (ATTN_NORM, MLP_NORM, eps_attn, eps_mlp)
     rope, where, table = (COS, SIN), (POSITIONS, SLOTS, LENGTHS), (TABLE, BASE)

@@ -48,9 +48,10 @@ def _stream(
 ):  # fmt: skip
     """Copies this program's pieces of one product of one layer, from the i-th piece of the ring on; the next piece's number.
 
-    No more than FLIGHT pieces are on their way at a time, however many the ring has room for: whatever else anybody reads has
-    to wait behind those that are.
+    No more than FLIGHT panels are on their way at a time, however many the ring has room for: what anybody else reads, be it
+    in L2, has to wait behind those that are.
     """
+    PLACES: gl.constexpr = STAGES * PANELS
     apart: gl.constexpr = OUTPUTS // 2
     TILES: gl.constexpr = 2 if PARTNERS == -1 else 1  # of a task
     row = layer * OUTPUTS
@@ -60,15 +61,17 @@ def _stream(
             for c in range(pieces_of(K, PANELS)):
                 stage = i % STAGES
                 mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
-                if FLIGHT < STAGES:  # noqa: SIM102 - known when compiling, the other is not
-                    if i >= FLIGHT:
-                        mbarrier.wait(full.index((i - FLIGHT) % STAGES), (i - FLIGHT) // STAGES & 1)
-                mbarrier.expect(full.index(stage), 2 * PANELS * WD.block_type.nbytes)
                 for p in gl.static_range(PANELS):
+                    if FLIGHT < PLACES:  # noqa: SIM102 - known when compiling, the other is not
+                        if i * PANELS + p >= FLIGHT:
+                            before = i * PANELS + p - FLIGHT
+                            mbarrier.wait(full.index(before % PLACES), before // PLACES & 1)
                     at = stage * (2 * PANELS) + p
+                    there = full.index(stage * PANELS + p)
+                    mbarrier.expect(there, 2 * WD.block_type.nbytes)
                     column = (c * PANELS + p) * PANEL
-                    tma.async_copy_global_to_shared(WD, [(row + a) * 16, column], full.index(stage), ring.index(at))
-                    tma.async_copy_global_to_shared(WD, [(row + b) * 16, column], full.index(stage), ring.index(at + PANELS))
+                    tma.async_copy_global_to_shared(WD, [(row + a) * 16, column], there, ring.index(at))
+                    tma.async_copy_global_to_shared(WD, [(row + b) * 16, column], there, ring.index(at + PANELS))
                 i += 1
     return i
 
@@ -116,22 +119,53 @@ def counted(X, ys, COUNT, target, LOST, patience, K: gl.constexpr):
 
 
 @gluon.jit
+def _piece(ring, full, empty, ys, a, b, c, at, FIRST: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
+    """Begins the products of piece c of a tile, gives the piece before it back; a, b, and where the next piece will be.
+
+    So the tensor cores do not wait for the barrier. `at`: the piece's stage and round, the stage of the piece before, or -1.
+    """
+    stage, round, last = at
+    for p in gl.static_range(PANELS):
+        mbarrier.wait(full.index(stage * PANELS + p), round)
+        y = ys.index(c * PANELS + p).permute((1, 0))
+        a = warpgroup_mma(ring.index(stage * (2 * PANELS) + p), y, a, is_async=True)
+        b = warpgroup_mma(ring.index(stage * (2 * PANELS) + PANELS + p), y, b, is_async=True)
+    if not FIRST:
+        a, b = warpgroup_mma_wait(2 * PANELS, deps=[a, b])  # those of the piece before have ended
+        barrier()  # in all warps
+        mbarrier.arrive(empty.index(gl.maximum(last, 0)), count=1, pred=last >= 0)
+    end = stage == STAGES - 1
+    return a, b, (gl.where(end, 0, stage + 1), gl.where(end, round ^ 1, round), stage)
+
+
+@gluon.jit
+def _multiply(ring, full, empty, ys, i, TILES: gl.constexpr, K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
+    """C [LINES, 16] of both halves of each of TILES tiles, whose first piece is i; the number of the piece behind them."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
+    PIECES: gl.constexpr = pieces_of(K, PANELS)
+    at = (i % STAGES, i // STAGES & 1, i * 0 - 1)
+    all = ()
+    for t in gl.static_range(TILES):
+        a = gl.zeros([LINES, 16], gl.float32, ACC)
+        b = gl.zeros([LINES, 16], gl.float32, ACC)
+        if PIECES > 2:
+            for c in range(PIECES):
+                a, b, at = _piece(ring, full, empty, ys, a, b, c, at, False, PANELS, STAGES)
+        else:
+            for c in gl.static_range(PIECES):
+                a, b, at = _piece(ring, full, empty, ys, a, b, c, at, t + c == 0, PANELS, STAGES)
+        all = all + (a, b)  # type: ignore[assignment]  # noqa: RUF005
+    all = warpgroup_mma_wait(0, deps=all)
+    barrier()
+    mbarrier.arrive(empty.index(at[2]), count=1)
+    return all, i + TILES * PIECES
+
+
+@gluon.jit
 def _tile(ring, full, empty, ys, scale, i, K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
     """Products float32 [PAIRS] of the two halves of the tile whose first piece is i; the number of the piece behind it."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
-    a = gl.zeros([LINES, 16], gl.float32, ACC)
-    b = gl.zeros([LINES, 16], gl.float32, ACC)
-    for c in range(pieces_of(K, PANELS)):
-        stage = (i + c) % STAGES
-        mbarrier.wait(full.index(stage), (i + c) // STAGES & 1)
-        for p in gl.static_range(PANELS):
-            y = ys.index(c * PANELS + p).permute((1, 0))
-            a = warpgroup_mma(ring.index(stage * (2 * PANELS) + p), y, a, is_async=True)
-            b = warpgroup_mma(ring.index(stage * (2 * PANELS) + PANELS + p), y, b, is_async=True)
-        a, b = warpgroup_mma_wait(0, deps=[a, b])
-        barrier()  # all warps have read the stage
-        mbarrier.arrive(empty.index(stage), count=1)
-    return diagonal(a, ROW) * scale, diagonal(b, ROW) * scale, i + pieces_of(K, PANELS)
+    c, i = _multiply(ring, full, empty, ys, i, 1, K, PANELS, STAGES)
+    return diagonal(c[0], ROW) * scale, diagonal(c[1], ROW) * scale, i
 
 
 @gluon.jit
@@ -195,9 +229,10 @@ def gated(
     lanes = gl.arange(0, PAIRS, ROW)
     dtype: gl.constexpr = U.dtype.element_ty
     for task in range(first_task(begin), FFN // (2 * PAIRS), gl.num_programs(0)):
-        gate, value, i = _tile(ring, full, empty, ys, scale, i, HIDDEN, PANELS, STAGES)
+        c, i = _multiply(ring, full, empty, ys, i, 2, HIDDEN, PANELS, STAGES)
+        gate, value = diagonal(c[0], ROW) * scale, diagonal(c[1], ROW) * scale
         ua = (gate / (1.0 + gl.exp(-gate)) * value).to(dtype)
-        gate, value, i = _tile(ring, full, empty, ys, scale, i, HIDDEN, PANELS, STAGES)
+        gate, value = diagonal(c[2], ROW) * scale, diagonal(c[3], ROW) * scale
         ub = (gate / (1.0 + gl.exp(-gate)) * value).to(dtype)
         if IN_WORDS:
             gl.store(WORDS + task * PAIRS + lanes, word(ua, ub, epoch), cache_modifier=".cg")

@@ -172,7 +172,7 @@ class Language:
         self.memory, self.turns, self.programs, self.instead = Memory(), Turns(seed), programs, instead
         self._made: dict[Any, Callable[..., Any]] = {}
         self.mbarrier = types.SimpleNamespace(
-            MBarrierLayout=LAYOUT, init=lambda b, count: b.init(count), arrive=lambda b, count: b.step(count, 0),
+            MBarrierLayout=LAYOUT, init=lambda b, count: b.init(count), arrive=lambda b, count, pred=True: b.step(count, 0) if pred else None,
             expect=Barrier.expect, wait=lambda b, phase: self.turns.until(lambda: b.phases & 1 != int(phase)),
         )  # fmt: skip
         self.tma = types.SimpleNamespace(async_copy_global_to_shared=Descriptor.copy)
