@@ -33,7 +33,8 @@ class StackTile:
 
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
-    flight: int = 0  # panels that may be on their way at a time; 0: all
+    near: int = 0  # panels that may be on their way while the product before may still be going on; 0: all
+    far: int = 0  # and when it is over
     pdl: bool = True  # programmatic dependent launch: weights stream in under the tail of the kernel before
     u_words: bool = True  # u handed over as words like everything else; or stored plainly and counted
     hint: bool = True  # weights are the first to leave L2, see copy_hints
@@ -171,11 +172,12 @@ def kernel_constants(
     lengths = (hidden, ffn, heads * head_dim)
     tile = tile if all(k % (tile.panels << 10) == 0 for k in lengths) else replace(tile, panels=1)  # stages of whole panels
     stages = tile.stages_for(max(lengths))
+    places = stages * tile.panels
     return {
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
         "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
         "STAGES": stages, "IN_WORDS": tile.u_words, "TRACED": tile.traced, "HINT": tile.hint,
-        "FLIGHT": min(tile.flight or stages * tile.panels, stages * tile.panels), "PDL": tile.pdl,
+        "NEAR": tile.near or places, "FAR": tile.far or places, "PDL": tile.pdl,
     }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Attention of the persistent decode kernel: each program a part of one KV head's cache; one a query head adds its parts up.
 
-Few keys a program, so plain arithmetic does: 16 bytes of a key's row a thread, for all query heads of the group at once.
+Few keys a program, so plain arithmetic does: 16 bytes of a key's row a thread, for all query heads of the group at once. Each
+warp has keys of its own and a softmax of its own, so nothing crosses warps until the part is through.
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ def keys_of(head):
 
 @gluon.constexpr_function
 def score_layout(group, head):
-    """[group, keys, head]: 16 bytes of a key's row a thread, the group's query heads all in each thread."""
-    return gl.BlockedLayout([group, 1, 8], [1, 256 // head, head // 8], [1, 4, 1], [2, 1, 0])
+    """[group, warps, keys of a warp, head]: 16 bytes of a key's row a thread, the group's query heads all in each thread."""
+    return gl.BlockedLayout([group, 1, 1, 8], [1, 1, 256 // head, head // 8], [1, 4, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def sums_layout(head):
+    """[group, warps, head]: what the warps have of four channels all in one thread."""
+    return gl.BlockedLayout([1, 4, 4], [128 // head, 1, head // 4], [4, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -51,23 +58,21 @@ def _cells(t, head, table, KV_HEADS: gl.constexpr, HEAD: gl.constexpr, PAGED: gl
 
 
 @gluon.jit
-def _attend(
-    q, k, v, m, denominator, acc, t, limit, scale_log2,
-):  # fmt: skip
-    """One step of the online softmax: keys k and values v [KEYS, D] at positions t join m, denominator [G] and acc [G, D]."""
-    wide = gl.expand_dims(k.to(gl.float32), 0)
-    s = gl.sum(wide * gl.expand_dims(q.to(gl.float32), 1), 2) * scale_log2
+def _attend(q, k, v, m, denominator, acc, t, limit, scale_log2):
+    """One step of the warps' online softmax: keys k and values v [4, KEYS / 4, D] at positions t join m and denominator [G, 4]
+    and acc [G, 4, D]."""
+    s = gl.sum(gl.expand_dims(k.to(gl.float32), 0) * q, 3) * scale_log2
     seen = gl.convert_layout(t, gl.SliceLayout(0, s.type.layout)) < limit
     s = gl.where(gl.expand_dims(seen, 0), s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
+    m_new = gl.maximum(m, gl.max(s, 2))
     # before the first key m_new is -inf, and -inf - -inf is NaN: subtract 0 there instead
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s - gl.expand_dims(safe, 1))
+    p = gl.exp2(s - gl.expand_dims(safe, 2))
     rescale = gl.exp2(m - safe)
-    denominator = denominator * rescale + gl.sum(p, 1)
-    values = gl.expand_dims(v.to(gl.float32), 0) * gl.expand_dims(p, 2)
-    kept = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
-    return m_new, denominator, acc * kept + gl.sum(values, 1)
+    denominator = denominator * rescale + gl.sum(p, 2)
+    values = gl.expand_dims(v.to(gl.float32), 0) * gl.expand_dims(p, 3)
+    kept = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(2, acc.type.layout)), 2)
+    return m_new, denominator, acc * kept + gl.sum(values, 2)
 
 
 @gluon.jit
@@ -81,16 +86,26 @@ def task_of(length, parts, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
+def positions(first, GROUP_PAD: gl.constexpr, HEAD: gl.constexpr):
+    """Positions [4, KEYS / 4] of the keys from `first` on, a row a warp."""
+    OF_KEYS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(0, score_layout(GROUP_PAD, HEAD)))
+    EACH: gl.constexpr = keys_of(HEAD) // 4
+    warp = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, OF_KEYS)), 1)
+    return first + warp * EACH + gl.expand_dims(gl.arange(0, EACH, gl.SliceLayout(0, OF_KEYS)), 0)
+
+
+@gluon.jit
 def places(t, head, newest, table, KV_HEADS: gl.constexpr, HEAD: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr):
-    """int64 offsets [KEYS, D] in a layer's cache of positions t; behind the newest, 0 or more, they repeat it."""
-    d = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, t.type.layout.parent)), 0)
-    return gl.expand_dims(_cells(gl.minimum(t, newest), head, table, KV_HEADS, HEAD, PAGED, PAGE), 1) + d
+    """int64 offsets [4, KEYS / 4, D] in a layer's cache of positions t; behind the newest, 0 or more, they repeat it."""
+    d = gl.arange(0, HEAD, gl.SliceLayout(0, gl.SliceLayout(0, t.type.layout.parent)))
+    cells = _cells(gl.minimum(t, newest), head, table, KV_HEADS, HEAD, PAGED, PAGE)
+    return gl.expand_dims(cells, 2) + gl.expand_dims(gl.expand_dims(d, 0), 0)
 
 
 @gluon.jit
 def older(KC, VC, at, t, end, newest):
-    """Keys and values [KEYS, D] at positions t below `end` but for the newest, which is not in the cache yet."""
-    there = gl.expand_dims((t < end) & (t < newest), 1)
+    """Keys and values [4, KEYS / 4, D] at positions t below `end` but for the newest, which is not in the cache yet."""
+    there = gl.expand_dims((t < end) & (t < newest), 2)
     k = gl.load(KC + at, mask=there, other=0.0, cache_modifier=".cg")
     return k, gl.load(VC + at, mask=there, other=0.0, cache_modifier=".cg")
 
@@ -125,24 +140,28 @@ def attention(
     `first` and `second`: older keys and values of the part's first two blocks, which were asked for long ago.
     """
     ALL: gl.constexpr = score_layout(GROUP_PAD, HEAD)
-    OF_KEYS: gl.constexpr = gl.SliceLayout(0, ALL)
-    OF_QUERIES: gl.constexpr = gl.SliceLayout(1, ALL)
-    OF_GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, ALL))
+    OF_ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, ALL))  # [any, D]
+    OF_SUMS: gl.constexpr = gl.SliceLayout(2, ALL)
+    OF_QUERIES: gl.constexpr = gl.SliceLayout(1, OF_SUMS)
+    OF_WARPS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, ALL))
+    SPREAD: gl.constexpr = sums_layout(HEAD)
+    OF_GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SPREAD))
     KEYS: gl.constexpr = keys_of(HEAD)
     head, part, begin, end = task
     newest = length - 1
     _handed(WORDS, smem, head, epoch, LOST, patience, KV_HEADS, GROUP, HEAD)
-    q = smem.slice(0, GROUP_PAD, 0).load(OF_QUERIES)
-    k_newest = smem.slice(GROUP, 1, 0).load(OF_KEYS)
-    v_newest = smem.slice(GROUP + 1, 1, 0).load(OF_KEYS)
-    m = gl.full([GROUP_PAD], float("-inf"), gl.float32, OF_GROUP)
-    denominator = gl.full([GROUP_PAD], 0.0, gl.float32, OF_GROUP)
-    acc = gl.zeros([GROUP_PAD, HEAD], gl.float32, OF_QUERIES)
-    t = begin + gl.arange(0, KEYS, gl.SliceLayout(1, OF_KEYS))
+    q = smem.slice(0, GROUP_PAD, 0).load(OF_QUERIES).to(gl.float32)
+    q = gl.expand_dims(gl.expand_dims(q, 1), 2)
+    k_newest = gl.expand_dims(smem.slice(GROUP, 1, 0).load(OF_ROWS), 0)
+    v_newest = gl.expand_dims(smem.slice(GROUP + 1, 1, 0).load(OF_ROWS), 0)
+    m = gl.full([GROUP_PAD, 4], float("-inf"), gl.float32, OF_WARPS)
+    denominator = gl.full([GROUP_PAD, 4], 0.0, gl.float32, OF_WARPS)
+    acc = gl.zeros([GROUP_PAD, 4, HEAD], gl.float32, OF_SUMS)
+    t = positions(begin, GROUP_PAD, HEAD)
     k, v = first
     k_next, v_next = second
     for here in range(begin, end, KEYS):
-        is_newest = gl.expand_dims(t == newest, 1)
+        is_newest = gl.expand_dims(t == newest, 2)
         k_here, v_here = gl.where(is_newest, k_newest, k), gl.where(is_newest, v_newest, v)
         k, v = k_next, v_next
         if here + 2 * KEYS < end:
@@ -150,14 +169,20 @@ def attention(
             k_next, v_next = older(KC, VC, places(later, head, newest, table, KV_HEADS, HEAD, PAGED, PAGE), later, end, newest)
         m, denominator, acc = _attend(q, k_here, v_here, m, denominator, acc, t, end, scale_log2)
         t += KEYS
-    g = gl.expand_dims(gl.arange(0, GROUP_PAD, gl.SliceLayout(1, OF_QUERIES)), 1)
-    channel = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, OF_QUERIES)), 0)
+    # the warps' sums as one
+    m = gl.convert_layout(m, gl.SliceLayout(2, SPREAD))
+    top = gl.max(m, 1)
+    weight = gl.exp2(m - gl.expand_dims(gl.where(top == float("-inf"), 0.0, top), 1))
+    total = gl.sum(gl.convert_layout(denominator, gl.SliceLayout(2, SPREAD)) * weight, 1)
+    sums = gl.sum(gl.convert_layout(acc, SPREAD) * gl.expand_dims(weight, 2), 1)
+    g = gl.expand_dims(gl.arange(0, GROUP_PAD, gl.SliceLayout(1, gl.SliceLayout(1, SPREAD))), 1)
+    channel = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, gl.SliceLayout(1, SPREAD))), 0)
+    to = ((head * GROUP + g) * PARTS + part) * (HEAD + 2) + channel
+    gl.store(PART + to, float_word(sums, epoch), mask=g < GROUP, cache_modifier=".cg")
     each = gl.arange(0, GROUP_PAD, OF_GROUP)
     mine = ((head * GROUP + each) * PARTS + part) * (HEAD + 2) + HEAD
-    gl.store(PART + mine, float_word(m, epoch), mask=each < GROUP, cache_modifier=".cg")
-    gl.store(PART + mine + 1, float_word(denominator, epoch), mask=each < GROUP, cache_modifier=".cg")
-    to = ((head * GROUP + g) * PARTS + part) * (HEAD + 2) + channel
-    gl.store(PART + to, float_word(acc, epoch), mask=g < GROUP, cache_modifier=".cg")
+    gl.store(PART + mine, float_word(top, epoch), mask=each < GROUP, cache_modifier=".cg")
+    gl.store(PART + mine + 1, float_word(total, epoch), mask=each < GROUP, cache_modifier=".cg")
 
 
 @gluon.jit

@@ -55,8 +55,8 @@ from pdlab.kernels.persistent_attention import (
     keys_of,
     older,
     places,
+    positions,
     rows_of,
-    score_layout,
     task_of,
 )
 from pdlab.kernels.persistent_products import arrive, counted, first_task, gated, produce, qkv, residual
@@ -176,7 +176,7 @@ def _consume(
     # where the part's first two blocks of keys lie is the same in every layer
     task = task_of(length, parts, KV_HEADS)
     head, part, key, end = task
-    t = key + gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(0, score_layout(GROUP_PAD, HEAD))))
+    t = positions(key, GROUP_PAD, HEAD)
     first_at = places(t, head, newest, table, KV_HEADS, HEAD, PAGED, PAGE)
     second_at = places(t + KEYS, head, newest, table, KV_HEADS, HEAD, PAGED, PAGE)
     i = 0
@@ -239,7 +239,7 @@ def persistent_decode_kernel(
     HIDDEN: gl.constexpr, FFN: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
     GROUP_PAD: gl.constexpr, PARTS: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr, IN_WORDS: gl.constexpr, TRACED: gl.constexpr, HINT: gl.constexpr,
-    FLIGHT: gl.constexpr, PDL: gl.constexpr,
+    NEAR: gl.constexpr, FAR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()  # the next kernel waits for this one's end; its programs are set off as these leave
@@ -268,6 +268,6 @@ def persistent_decode_kernel(
     gl.warp_specialize([
         (_consume, (ring, full, empty, ys, smem, X, OUT_X, norms, rope, where, table, caches, U, state, numbers, HIDDEN, FFN,
                     HEADS, KV_HEADS, HEAD, GROUP_PAD, PARTS, PAGED, PAGE, PANELS, STAGES, IN_WORDS, TRACED, PDL)),
-        (produce, (ring, full, empty, weights, layers, HIDDEN, FFN, WIDTH, PACKED, HEAD // 2, PANELS, STAGES, FLIGHT)),
+        (produce, (ring, full, empty, weights, layers, HIDDEN, FFN, WIDTH, PACKED, HEAD // 2, PANELS, STAGES, NEAR, FAR)),
     ], [1], [40])
     # fmt: on

@@ -44,14 +44,16 @@ def first_task(begin):
 def _stream(
     ring, full, empty, WD, layer, begin, i,
     OUTPUTS: gl.constexpr, K: gl.constexpr, PARTNERS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    FLIGHT: gl.constexpr,
+    NEAR: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     """Copies this program's pieces of one product of one layer, from the i-th piece of the ring on; the next piece's number.
 
-    No more than FLIGHT panels are on their way at a time, however many the ring has room for: what anybody else reads, be it
-    in L2, has to wait behind those that are.
+    What anybody reads, be it in L2, has to wait behind the pieces that are on their way. So as long as the product's first
+    piece may still be waiting for its activation no more than NEAR panels are, and from then on no more than FAR, however many
+    the ring has room for.
     """
     PLACES: gl.constexpr = STAGES * PANELS
+    begun = i
     apart: gl.constexpr = OUTPUTS // 2
     TILES: gl.constexpr = 2 if PARTNERS == -1 else 1  # of a task
     row = layer * OUTPUTS
@@ -62,9 +64,9 @@ def _stream(
                 stage = i % STAGES
                 mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
                 for p in gl.static_range(PANELS):
-                    if FLIGHT < PLACES:  # noqa: SIM102 - known when compiling, the other is not
-                        if i * PANELS + p >= FLIGHT:
-                            before = i * PANELS + p - FLIGHT
+                    if NEAR < PLACES or FAR < PLACES:
+                        before = i * PANELS + p - gl.where(i - begun < STAGES, NEAR, FAR)
+                        if before >= 0:
                             mbarrier.wait(full.index(before % PLACES), before // PLACES & 1)
                     at = stage * (2 * PANELS) + p
                     there = full.index(stage * PANELS + p)
@@ -80,7 +82,7 @@ def _stream(
 def produce(
     ring, full, empty, weights, layers,
     HIDDEN: gl.constexpr, FFN: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr, HALF: gl.constexpr,
-    PANELS: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr,
+    PANELS: gl.constexpr, STAGES: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     QKV, OUT, UP, DOWN = weights
     # tasks of a layer before each product, and of all
@@ -91,10 +93,10 @@ def produce(
     i = 0
     for layer in range(layers):
         begin = layer * (AT_DOWN + HIDDEN // TILE)
-        i = _stream(ring, full, empty, QKV, layer, begin, i, PACKED, HIDDEN, HALF, PANELS, STAGES, FLIGHT)
-        i = _stream(ring, full, empty, OUT, layer, begin + AT_OUT, i, HIDDEN, WIDTH, 0, PANELS, STAGES, FLIGHT)
-        i = _stream(ring, full, empty, UP, layer, begin + AT_UP, i, 2 * FFN, HIDDEN, -1, PANELS, STAGES, FLIGHT)
-        i = _stream(ring, full, empty, DOWN, layer, begin + AT_DOWN, i, HIDDEN, FFN, 0, PANELS, STAGES, FLIGHT)
+        i = _stream(ring, full, empty, QKV, layer, begin, i, PACKED, HIDDEN, HALF, PANELS, STAGES, NEAR, FAR)
+        i = _stream(ring, full, empty, OUT, layer, begin + AT_OUT, i, HIDDEN, WIDTH, 0, PANELS, STAGES, NEAR, FAR)
+        i = _stream(ring, full, empty, UP, layer, begin + AT_UP, i, 2 * FFN, HIDDEN, -1, PANELS, STAGES, NEAR, FAR)
+        i = _stream(ring, full, empty, DOWN, layer, begin + AT_DOWN, i, HIDDEN, FFN, 0, PANELS, STAGES, NEAR, FAR)
 
 
 # --- products
