@@ -26,7 +26,6 @@ class ProductTile:
     pdl: bool = False  # programmatic dependent launch; Hopper and later
     tma: bool = False  # tiles by the copy engine; Hopper, several activation rows: staged_product, or the vocabulary's product
     hint: bool = True  # weights that the copy engine brings are the first to leave L2, see copy_hints
-    near: int = 0  # with `tma`: stages of weights on their way at a time while the kernel before goes on; 0: all
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 What products.products computes for normed rows (P = W x), by tiles of two halves of 64 or 128 weight rows. The copy engine
 brings W and x, 64 columns of both at a time, into STAGES places; the weights of the first STAGES are asked for before the wait
-for the kernel launched before, NEAR at a time, and x behind it. Tensor cores take the halves as their tall operand and x, 8 to
-64 columns, as the other. FETCH pieces of each weight row at a time go to L2 before the copy engine asks for them one by one:
-the memory reads 128 bytes of a row more slowly than 512.
+for the kernel launched before, x behind it. Tensor cores take the halves as their tall operand and x, 8 to 64 columns, as the
+other. FETCH pieces of each weight row at a time go to L2 before the copy engine asks for them one by one: the memory reads 128
+bytes of a row more slowly than 512.
 
 The halves are partners: gates and values, rotary halves, or just rows (PARTNERS as in ring_product). So nothing is exchanged
 between threads before an output is complete, but for one turn that makes stores whole.
@@ -90,15 +90,15 @@ def _first_rows(tile, apart, at, HALF_ROWS: gl.constexpr, PARTNERS: gl.constexpr
 
 
 @gluon.jit
-def _ask_weights(places, there, WD, tile, column, stage, apart, HALF_ROWS: gl.constexpr, PARTNERS: gl.constexpr, ours):
-    """Starts the copies of both halves of a tile, from `column` on, box by box; `there` is told."""
+def _ask_weights(places, full, WD, tile, column, stage, apart, HALF_ROWS: gl.constexpr, PARTNERS: gl.constexpr, ours):
+    """Starts the copies of both halves of a tile, from `column` on, box by box."""
     BOX: gl.constexpr = WD.block_shape[0]
     BOXES: gl.constexpr = HALF_ROWS // BOX
     for i in gl.static_range(BOXES):
         a, b = _first_rows(tile, apart, i * BOX, HALF_ROWS, PARTNERS)
         at = stage * (2 * BOXES) + i
-        tma.async_copy_global_to_shared(WD, [a, column], there, places.index(at), pred=ours)
-        tma.async_copy_global_to_shared(WD, [b, column], there, places.index(at + BOXES), pred=ours)
+        tma.async_copy_global_to_shared(WD, [a, column], full.index(stage), places.index(at), pred=ours)
+        tma.async_copy_global_to_shared(WD, [b, column], full.index(stage), places.index(at + BOXES), pred=ours)
 
 
 @gluon.jit
@@ -116,38 +116,28 @@ def _fetch_rows(W, tile, apart, column, last, ours, K: gl.constexpr, HALF_ROWS: 
 def begin_stages(
     W, WD, XD, tile, first, apart, last,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
-    FETCH: gl.constexpr, HINT: gl.constexpr, NEAR: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
-    """Fills the stages, x behind the wait; returns them and their barriers.
-
-    NEAR: stages of weights on their way at a time before that wait, 0 for all. What the kernel before still reads, and x, must
-    wait behind them. These weights have barriers of their own then, behind those of the stages.
-    """
+    """Fills the stages, x behind the wait; returns them and their barriers."""
     if HINT:
         leave_l2_first(1)
     BOX: gl.constexpr = WD.block_shape[0]
     BM: gl.constexpr = XD.block_shape[0]
     places = gl.allocate_shared_memory(WD.dtype, [STAGES * 2 * (HALF_ROWS // BOX), BOX, COLUMNS], WD.layout)
     xs = gl.allocate_shared_memory(XD.dtype, [STAGES, BM, COLUMNS], XD.layout)
-    BARRIERS: gl.constexpr = 2 * STAGES if NEAR else STAGES
-    full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(BARRIERS):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
     if FETCH:
         for c in gl.static_range((STAGES + FETCH - 1) // FETCH):
             _fetch_rows(W, tile, apart, (first + c * FETCH) * COLUMNS, last, True, K, HALF_ROWS, PARTNERS, FETCH)
     for s in gl.static_range(STAGES):
-        if NEAR > 0 and s >= NEAR:
-            mbarrier.wait(full.index(STAGES + s - NEAR), 0)
-        there = full.index(s + BARRIERS - STAGES)
-        mbarrier.expect(there, (2 * HALF_ROWS + (0 if NEAR else BM)) * COLUMNS * 2)
-        _ask_weights(places, there, WD, tile, (first + s) * COLUMNS, s, apart, HALF_ROWS, PARTNERS, True)
+        mbarrier.expect(full.index(s), (2 * HALF_ROWS + BM) * COLUMNS * 2)
+        _ask_weights(places, full, WD, tile, (first + s) * COLUMNS, s, apart, HALF_ROWS, PARTNERS, True)
     launch_dependents()
     wait_for_the_kernel_before()
     for s in gl.static_range(STAGES):
-        if NEAR:
-            mbarrier.expect(full.index(s), BM * COLUMNS * 2)
         tma.async_copy_global_to_shared(XD, [0, (first + s) * COLUMNS], full.index(s), xs.index(s))
     return places, xs, full
 
@@ -156,7 +146,7 @@ def begin_stages(
 def staged_products(
     W, places, xs, full, WD, XD, tile, first, apart, last,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
-    FETCH: gl.constexpr, NEAR: gl.constexpr,
+    FETCH: gl.constexpr,
 ):  # fmt: skip
     """P of the first half and of the second over this program's columns, float32 [HALF_ROWS, BM] as result_layout has it."""
     BM: gl.constexpr = XD.block_shape[0]
@@ -172,9 +162,6 @@ def staged_products(
                 _fetch_rows(W, tile, apart, (first + ahead) * COLUMNS, last, ours, K, HALF_ROWS, PARTNERS, FETCH)
         stage = i % STAGES
         mbarrier.wait(full.index(stage), i // STAGES & 1)
-        if NEAR:  # noqa: SIM102 - known when compiling, the other is not
-            if i < STAGES:
-                mbarrier.wait(full.index(STAGES + stage), 0)
         x = xs.index(stage).permute((1, 0))
         a = warpgroup_mma(halves.index(2 * stage), x, a, is_async=True)
         b = warpgroup_mma(halves.index(2 * stage + 1), x, b, is_async=True)
@@ -185,7 +172,7 @@ def staged_products(
         more = (i > 0) & (later < PIECES)
         free = later % STAGES
         mbarrier.expect(full.index(free), (2 * HALF_ROWS + BM) * COLUMNS * 2, pred=more)
-        _ask_weights(places, full.index(free), WD, tile, (first + later) * COLUMNS, free, apart, HALF_ROWS, PARTNERS, more)
+        _ask_weights(places, full, WD, tile, (first + later) * COLUMNS, free, apart, HALF_ROWS, PARTNERS, more)
         tma.async_copy_global_to_shared(XD, [0, (first + later) * COLUMNS], full.index(free), xs.index(free), pred=more)
     a, b = warpgroup_mma_wait(0, deps=[a, b])
     return a, b
@@ -230,17 +217,15 @@ def staged_norm_product_kernel(
     WIDTH: gl.constexpr,  # outputs
     GATED: gl.constexpr,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH: gl.constexpr, HINT: gl.constexpr, NEAR: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     PARTNERS: gl.constexpr = -1 if GATED else 0
     LAST: gl.constexpr = (2 * WIDTH if GATED else WIDTH) - 1
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
     tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(W, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH, HINT,
-                                    NEAR)  # fmt: skip
-    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH,
-                           NEAR)  # fmt: skip
+    places, xs, full = begin_stages(W, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH, HINT)
+    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, WIDTH, LAST, K, PIECES, HALF_ROWS, STAGES, PARTNERS, FETCH)
     pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
     m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
@@ -260,12 +245,12 @@ def staged_residual_product_kernel(
     W, WD, XD, X, OUT, PART, COUNT, batch,
     OUTPUTS: gl.constexpr,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH: gl.constexpr, HINT: gl.constexpr, NEAR: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
     tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH, HINT, NEAR)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH, HINT)
     n = gl.program_id(1) * SHARE + gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1) + tile * (2 * HALF_ROWS)
     m = gl.expand_dims(gl.arange(0, XD.block_shape[0], gl.SliceLayout(0, ROW)), 0)
     at = m * OUTPUTS + n
@@ -273,8 +258,7 @@ def staged_residual_product_kernel(
     keep_b = (n + HALF_ROWS < OUTPUTS) & (m < batch)
     xa = gl.load(X + at, mask=keep_a, other=0.0)  # before the product, which takes longer than they to come
     xb = gl.load(X + at + HALF_ROWS, mask=keep_b, other=0.0)
-    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH,
-                           NEAR)  # fmt: skip
+    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, OUTPUTS - 1, K, PIECES, HALF_ROWS, STAGES, 0, FETCH)
     pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     gl.store(OUT + at, (pa + xa.to(gl.float32)).to(OUT.dtype.element_ty), mask=keep_a)
     gl.store(OUT + at + HALF_ROWS, (pb + xb.to(gl.float32)).to(OUT.dtype.element_ty), mask=keep_b)
@@ -285,14 +269,14 @@ def staged_qkv_rope_kernel(
     W, WD, XD, COS, SIN, POSITIONS, SLOTS, Q, KC, VC, PART, COUNT, batch,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
     K: gl.constexpr, PIECES: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH: gl.constexpr, HINT: gl.constexpr, NEAR: gl.constexpr,
+    FETCH: gl.constexpr, HINT: gl.constexpr,
 ):  # fmt: skip
     LAST: gl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF - 1
     SHARE: gl.constexpr = HALF_ROWS // SPLIT
     ROW: gl.constexpr = share_layout(SHARE, gl.num_warps())
     tile, first = gl.program_id(0), gl.program_id(1) * PIECES
-    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH, HINT, NEAR)
-    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH, NEAR)
+    places, xs, full = begin_stages(W, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH, HINT)
+    a, b = staged_products(W, places, xs, full, WD, XD, tile, first, 0, LAST, K, PIECES, HALF_ROWS, STAGES, HALF, FETCH)
     pa, pb = add_parts(a, b, PART, COUNT, tile, HALF_ROWS, SPLIT, ROW)
     # a tile's heads are all of queries, all of keys or all of values
     of_share = gl.expand_dims(gl.arange(0, SHARE, gl.SliceLayout(1, ROW)), 1)
@@ -364,9 +348,8 @@ def constants(tile: ProductTile, k: int) -> dict[str, Any]:
     while fetch > 1 and pieces % fetch:
         fetch //= 2
     sizes = {"PIECES": pieces, "HALF_ROWS": tile.rows // 2, "STAGES": min(tile.stages, pieces), "SPLIT": tile.split}
-    near = tile.near if tile.near < sizes["STAGES"] else 0
     launch = {"num_warps": tile.warps, **({"launch_pdl": True} if tile.pdl else {})}
-    return {"K": k, "FETCH": fetch if fetch > 1 else 0, "HINT": tile.hint, "NEAR": near, **sizes, **launch}
+    return {"K": k, "FETCH": fetch if fetch > 1 else 0, "HINT": tile.hint, **sizes, **launch}
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, tile: ProductTile, box: int, workspace: Workspace) -> tuple[Any, ...]:
