@@ -8,8 +8,9 @@
     ring         products of one row by a ring of weight tiles in shared memory that the copy engine fills (Hopper)
     hints        weights that the copy engine brings leave the L2 cache first, so that what is read again can stay
     two_steps    two steps in flight: the host plans in the shadow of the device
+    persistent   one row: all layers as one kernel whose weights never stop coming, where the device's table says that this is
+                 faster (Hopper)
     ours         all of them
-    persistent   besides: one row: all layers as one kernel whose weights never stop coming (Hopper)
     prefetch     besides: each kernel asks for the first weights of the next one, into L2; off unless asked for
 
 A variant is a set of switches. It is called by what it has (`with_graph_attention`) or by the only one it lacks
@@ -45,12 +46,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ring": {"weight_ring": True},
     "hints": {"weight_hints": True},
     "two_steps": {"steps_in_flight": 2},
+    "persistent": {"persistent_decode": None},  # as the device's table says
 }
-BESIDES: dict[str, dict[str, Any]] = {  # not among what is on by default
-    "prefetch": {"weight_prefetch": True},
-    "persistent": {"persistent_decode": True},
-}
-OF_FUSED = ("dependent", "ring", "hints")  # techniques of the fused operations, without which they change nothing
+BESIDES: dict[str, dict[str, Any]] = {"prefetch": {"weight_prefetch": True}}  # not among what is on by default
+OF_FUSED = ("dependent", "ring", "hints", "persistent")  # techniques of the fused operations, without which they change nothing
+BUILT_ON = {"fused": OF_FUSED, "ring": ("persistent",)}  # what makes no sense without a switch
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)
 
@@ -81,7 +81,7 @@ def alone() -> list[Switches]:
 
 def without(switch: str) -> Switches:
     """Everything but one, and what makes no sense without it."""
-    return ALL - ({"fused", *OF_FUSED} if switch == "fused" else {switch})
+    return ALL - {switch, *BUILT_ON.get(switch, ())}
 
 
 def left_out() -> list[Switches]:

@@ -4,10 +4,10 @@ wait for each in turn.
     python -m pdlab.bench.compile_ahead --processes 12 --seconds 30
     pdlab bench decode_single_stream --record --budget 100
 
-or `--what products` and `product_tiles`, `--what attention` and the attention suites, `--what serving` and
-`scheduling_mixed_load`, `estimator_error` and `simulator_error`, `--what batching` and `batching`. Triton keeps what it
-compiled in TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models are cut to two layers,
-which have every kernel that the whole model has. Nothing is timed, and nothing is recorded.
+or `--what products` and `product_tiles`, `--what rings` and `ring_tiles`, `--what attention` and the attention suites,
+`--what serving` and `scheduling_mixed_load`, `estimator_error` and `simulator_error`, `--what batching` and `batching`. Triton
+keeps what it compiled in TRITON_CACHE_DIR, so set that for both commands alike where it is not the default. Models are cut to
+two layers, which have every kernel that the whole model has. Nothing is timed, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -54,6 +54,41 @@ def stream(ctx: Context, name: str, switches: stages.Switches) -> None:
     with stages.make_llm(two_layers(name, ctx.machine), switches, length=769) as llm:
         for prompt in (512, 620):
             stages.stream_seconds(llm, prompt, 4, 0)
+
+
+def in_turn(ctx: Context, name: str, prepare: Callable[[Loaded, Any], None]) -> None:
+    """A step of one row; `prepare` is given the model and its operations first."""
+    from pdlab.bench._breakdown import run_steps, step_of
+
+    loaded = two_layers(name, ctx.machine)
+    with step_of(loaded, stages.ALL, 640) as (executor, plan):
+        prepare(loaded, executor.model.ops)
+        run_steps(executor, [plan(i) for i in range(2)], 1)
+
+
+def all_layers(loaded: Loaded, ops: Any) -> None:
+    """Has the persistent kernel do them, as this device's table has it for the whole model, else as it is cut by default."""
+    from pdlab.kernels.decode_stack import StackTile, recorded_tile, stack_key
+
+    key = stack_key(loaded.model.layers) | {"layers": config_of(loaded.config.name).num_layers}
+    ops.stack_tile = recorded_tile(ops.tuning, key, 1) or StackTile()
+
+
+def ring_ways() -> dict[str, Callable[[Context], None]]:
+    """Every way of ring_tiles, of each model."""
+    from pdlab.bench import ring_tiles
+    from pdlab.kernels.decode_stack import StackTile
+
+    def rings(loaded: Loaded, ops: Any, way: str) -> None:
+        ring_tiles._sized(loaded, way)(ops)
+        ops.persistent = False
+
+    def stack(loaded: Loaded, ops: Any, way: str) -> None:
+        ops.stack_tile = StackTile(**ring_tiles.persistent_ways()[way])
+
+    ways: dict[str, Callable[[Loaded, Any], None]] = {w: partial(rings, way=w) for w in ring_tiles.ring_ways()}
+    ways |= {f"persistent {w}": partial(stack, way=w) for w in ring_tiles.persistent_ways()}
+    return {f"{name} {way}": partial(in_turn, name=name, prepare=ways[way]) for way in ways for name in ring_tiles.MODELS}
 
 
 def batched(ctx: Context, name: str, batch: int) -> None:
@@ -129,6 +164,8 @@ def side_by_side(ctx: Context, what: str, processes: int, seconds: float) -> int
 def jobs() -> dict[str, Callable[[Context], None]]:
     """Everything to compile, by a name that says what it is; what a recording needs first comes first."""
     found: dict[str, Callable[[Context], None]] = {}
+    for name in MODELS[:3]:
+        found[f"all layers of {name}"] = partial(in_turn, name=name, prepare=all_layers)
     for name in MODELS:
         sets = [stages.ALL, frozenset({"graph", "attention"})]
         sets += stages.waterfall() if name in MODELS[:2] else []
@@ -147,8 +184,8 @@ def jobs() -> dict[str, Callable[[Context], None]]:
 
 
 def jobs_of(what: str) -> dict[str, Callable[[Context], None]]:
-    if what == "decode":
-        return jobs()
+    if what in ("decode", "rings"):
+        return jobs() if what == "decode" else ring_ways()
     from pdlab.bench import _attention_ahead, product_tiles
     from pdlab.kernels.tuning import Tuning
 
@@ -196,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no process begins another kernel")
     parser.add_argument("--part", type=int, help="be one of the processes: this one of --processes")
     parser.add_argument(
-        "--what", choices=("decode", "attention", "products", *UNLAUNCHED), default="decode", help="whose kernels"
+        "--what", choices=("decode", "rings", "attention", "products", *UNLAUNCHED), default="decode", help="whose kernels"
     )
     given = parser.parse_args(arguments)
     if given.what in UNLAUNCHED:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NAME = "product_tiles"
 HELP = "sweep of the fused decode kernels' tile sizes; writes the device's tuning table"
 
-MODELS = ("llama-3-8b", "llama-1b")
+MODELS = ("llama-3-8b", "llama-1b", "llama-2-7b")
 BATCHES = (8, 32, 64)
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from pdlab.bench.product_tiles import MODELS, shapes
+from pdlab.bench import _stages as stages
+from pdlab.bench.product_tiles import shapes
 from pdlab.kernels.product_tiles import RingTile, ring_rule
 from pdlab.kernels.tuning import DecodeRing
 
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 NAME = "ring_tiles"
 HELP = "a step of one request by ways of sizing the rings of weights and by the persistent kernel; writes the tuning table"
 
+MODELS = ("llama-1b", "llama-3-8b", "llama-2-7b")
 TOKENS = 512  # in the cache of a step
-LONGER = (2048, 8192)  # where the persistent kernel is held beside the rings again
+LONGER = (1024, 2048, 4096, 8000)  # where what was faster over TOKENS is held beside the others again
+RINGS = stages.ALL - {"persistent"}
 BIG = ("norm_mlp_up", "down_residual", "projection_sample")
 REPLAYS = 56
 
@@ -70,8 +73,16 @@ def attention_ways(head_dim: int) -> dict[str, DecodeRing]:
 
 
 def persistent_ways() -> dict[str, dict[str, Any]]:
-    """Settings of the persistent kernel: the size of a stage of its ring, and fewer of them."""
-    return {"1x": {"panels": 1}, "2x": {"panels": 2}, "1x6": {"panels": 1, "stages": 6}}
+    """Settings of the persistent kernel: panels of weights on their way at a time, around a hand-off and apart from one; stages
+    of two panels; u handed over as words."""
+    return {
+        "2 of 4": {"near": 2, "far": 4},
+        "3 of 4": {"near": 3, "far": 4},
+        "2 of 6": {"near": 2, "far": 6},
+        "2 of 4, words": {"near": 2, "far": 4, "u_words": True},
+        "2 of 4, 2x": {"near": 2, "far": 4, "panels": 2},
+        "unbounded": {"near": 0, "far": 0},
+    }
 
 
 def run(ctx: Context) -> None:
@@ -80,7 +91,7 @@ def run(ctx: Context) -> None:
         return
     from pdlab.bench.prefill_vs_decode import _load
 
-    for name in reversed(MODELS):
+    for name in MODELS:
         loaded = _load(f"random:{name}", ctx)
         way, ms = _sweep_rings(ctx, loaded)
         if way:
@@ -93,14 +104,12 @@ def _sweep_rings(ctx: Context, loaded: Loaded) -> tuple[str, float]:
     """The fastest way and its milliseconds; ("", inf) where none could be timed. Requests into L2 are a technique of their own,
     off unless asked for, so they are timed beside the fastest alone."""
     from pdlab.bench import _attention
-    from pdlab.bench import _stages as stages
 
-    rings = stages.ALL
-    times = {way: _step(ctx, loaded, way, rings, _sized(loaded, way)) for way in ring_ways()}
+    times = {way: _step(ctx, loaded, way, RINGS, _sized(loaded, way)) for way in ring_ways()}
     ms, best = min((t, way) for way, t in times.items())
     if ms == float("inf"):
         return "", ms
-    _step(ctx, loaded, f"{best}, prefetch", rings | {"prefetch"}, _sized(loaded, best))
+    _step(ctx, loaded, f"{best}, prefetch", RINGS | {"prefetch"}, _sized(loaded, best))
     for op, (outputs, k) in shapes(loaded.config).items():
         tile = {n: v for n, v in asdict(ring_ways()[best](op, k)).items() if n not in ("pdl", "hint")}
         entry = {"op": op, "outputs": outputs, "k": k, **tile}
@@ -122,7 +131,6 @@ def _sweep_attention(ctx: Context, loaded: Loaded, rings: str, ms: float) -> flo
     """Milliseconds of a step by the fastest way of cutting attention beside `rings`, whose own, with the table's, are `ms`.
     What is faster goes to the table, for caches of as many tokens as it is faster with."""
     from pdlab.bench import _attention
-    from pdlab.bench import _stages as stages
 
     config = loaded.config
     ways = attention_ways(config.head_dim)
@@ -134,7 +142,7 @@ def _sweep_attention(ctx: Context, loaded: Loaded, rings: str, ms: float) -> flo
                 ops.backend("triton").ring = replace(ways[way], pdl=ops.pdl)
 
         name = f"{rings}, attention {way}" if way else rings
-        return _step(ctx, loaded, name, stages.ALL, prepare, tokens=tokens)
+        return _step(ctx, loaded, name, RINGS, prepare, tokens=tokens)
 
     fastest, way = min(((step(way, TOKENS), way) for way in ways), default=(float("inf"), ""))
     if fastest >= ms:
@@ -149,7 +157,6 @@ def _sweep_attention(ctx: Context, loaded: Loaded, rings: str, ms: float) -> flo
 def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> None:
     """`rings`: the fastest way of sizing them, which is still the vocabulary's, and the milliseconds of its step."""
     from pdlab.bench import _attention
-    from pdlab.bench import _stages as stages
     from pdlab.kernels.decode_stack import StackTile, stack_key
 
     def persistent(way: str, tokens: int) -> float:
@@ -161,7 +168,7 @@ def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> No
             if [stack is not None and not int(stack.failed) for _, stack in ops.stacks.values()] != [True]:
                 raise RuntimeError("the persistent kernel did not run, or a wait in it gave up")
 
-        return _step(ctx, loaded, f"persistent {way}", stages.ALL | {"persistent"}, prepare, check, tokens=tokens)
+        return _step(ctx, loaded, f"persistent {way}", stages.ALL, prepare, check, tokens=tokens)
 
     fastest, way = min((persistent(way, TOKENS), way) for way in persistent_ways())
     key = stack_key(loaded.model.layers)
@@ -169,7 +176,7 @@ def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> No
     if fastest < ms:
         most = _most_tokens(
             lambda tokens: persistent(way, tokens),
-            lambda tokens: _step(ctx, loaded, rings, stages.ALL, _sized(loaded, rings), tokens=tokens),
+            lambda tokens: _step(ctx, loaded, rings, RINGS, _sized(loaded, rings), tokens=tokens),
         )
         entry = [{**key, "max_kv": _bound(most), **persistent_ways()[way]}]
     _attention.write_table(ctx, "persistent_decode", entry, key)

@@ -33,10 +33,10 @@ class StackTile:
 
     panels: int = 1  # of 64 columns of both halves of a tile that a stage of the ring holds: 16 KB each
     stages: int = 0  # of the ring; 0: as many as fit beside the longest activation
-    near: int = 0  # panels that may be on their way while the product before may still be going on; 0: all
-    far: int = 0  # and when it is over
+    near: int = 2  # panels that may be on their way while the product before may still be going on; 0: all
+    far: int = 4  # and when it is over
     pdl: bool = True  # programmatic dependent launch: weights stream in under the tail of the kernel before
-    u_words: bool = True  # u handed over as words like everything else; or stored plainly and counted
+    u_words: bool = False  # u handed over as words like everything else; or stored plainly and counted
     hint: bool = True  # weights are the first to leave L2, see copy_hints
     patience: int = 1 << 18  # looks at words or a counter before a wait gives up: about 0.2 s
     traced: bool = False  # when each program is through with each phase goes to DecodeStack.trace, for measurements
@@ -207,7 +207,12 @@ def stack_key(layers: list[LayerWeights]) -> dict[str, int]:
 def measured_tile(tuning: Tuning, layers: list[LayerWeights], kv: int) -> StackTile | None:
     """The tile that the device's table ("persistent_decode") has for these layers and up to `kv` cached tokens; None where it
     was never measured to be faster than the other kernels."""
-    entry = first_match(table(tuning.device).get("persistent_decode", []), **stack_key(layers), kv=kv)
+    return recorded_tile(tuning, stack_key(layers), kv)
+
+
+def recorded_tile(tuning: Tuning, key: dict[str, int], kv: int) -> StackTile | None:
+    """The same for layers of this `stack_key`."""
+    entry = first_match(table(tuning.device).get("persistent_decode", []), **key, kv=kv)
     return StackTile(**{f.name: entry[f.name] for f in fields(StackTile) if f.name in entry}) if entry else None
 
 

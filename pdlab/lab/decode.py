@@ -29,6 +29,7 @@ SWITCHES = {
     "ring": "+ ring of weights",
     "hints": "+ weights leave L2 first",
     "two_steps": "+ two steps in flight",
+    "persistent": "+ one kernel for all layers",
 }
 WORDS = dict(zip(map(stages.name_of, stages.waterfall()), ("plain PyTorch, launched", *SWITCHES.values()), strict=True))
 

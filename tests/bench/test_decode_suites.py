@@ -313,7 +313,8 @@ def test_every_job_of_compiling_ahead_is_done_by_one_process_and_needs_a_gpu() -
 
     names = list(ahead.jobs())
     assert sorted(name for part in range(5) for name in names[part::5]) == sorted(names)
-    assert {name.split()[0] for name in names} == {"stream", "norm_qkv_rope", "projection_sample", "batched", "layouts"}
+    kinds = {"all", "stream", "norm_qkv_rope", "projection_sample", "batched", "layouts"}
+    assert {name.split()[0] for name in names} == kinds
     assert "stream llama-1b ours" in names
     assert not any("unfused" in name for name in names), "plain PyTorch has nothing to compile"
     if not torch.cuda.is_available():
@@ -329,6 +330,9 @@ def test_two_layers_stand_for_a_model_and_run(tmp_path: Path) -> None:
     ctx = context(tmp_path)
     assert ahead.two_layers("llama-tiny", ctx.machine).config == changed(config_of("llama-tiny"), num_layers=2)
     ahead.stream(ctx, "llama-tiny", _stages.ALL)
+    prepared: list[int] = []
+    ahead.in_turn(ctx, "llama-tiny", lambda loaded, ops: prepared.append(len(loaded.model.layers)))
+    assert prepared == [2]
     ahead.batched(ctx, "gpt2-tiny", 3)
 
 

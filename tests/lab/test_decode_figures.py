@@ -139,16 +139,16 @@ def test_predicted_and_recorded_shares_stand_side_by_side() -> None:
 
 
 def test_a_variant_that_lacks_no_switch_is_no_switchs_effect(places: Path) -> None:
-    """Records hold `without_persistent`, of a time when that kernel was on by default: it is a way of running `ours` now."""
-    record(places, "x", {"ours": 1.0, "without_persistent": 1.0, "without_ring": 2.0}, batch=1)
-    record(places, "x", {"ours": 3.0, "without_ring": 4.0}, batch=1)  # newer, and as full of what still means something
+    """Records may hold rows of what is no switch any more, or not one of its own."""
+    record(places, "x", {"ours": 1.0, "without_pages": 1.0, "without_hints": 2.0}, batch=1)
+    record(places, "x", {"ours": 3.0, "without_hints": 4.0}, batch=1)  # newer, and as full of what still means something
     table = decode.together(GPU, "x", "latency")
-    assert dict(zip(table["variant"], table["median"])) == {"ours": 3.0, "without_ring": 4.0}
-    rates = {"unfused": 50.0, "ours": 1000.0, "without_ring": 900.0, "without_persistent": 1100.0}
+    assert dict(zip(table["variant"], table["median"])) == {"ours": 3.0, "without_hints": 4.0}
+    rates = {"unfused": 50.0, "ours": 1000.0, "without_hints": 900.0, "without_pages": 1100.0}
     table = pd.DataFrame([{"model": "m", "variant": v, "median": rate} for v, rate in rates.items()])
     assert list(decode.SWITCHES) == list(stages.ORDER)
-    assert list(decode.switch_table(table, "m").index) == ["ring of weights"]
-    assert not [words for words in decode.falls(table, "m") if "persistent" in words]
+    assert list(decode.switch_table(table, "m").index) == ["weights leave L2 first"]
+    assert not [words for words in decode.falls(table, "m") if "pages" in words]
 
 
 def test_the_persistent_kernel_is_compared_within_a_run(places: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_switch_is_worth_what_it_gains_alone_and_what_its_absence_costs(places
     best = 10.0 * 2 ** len(stages.ORDER)
     assert found.loc["attention kernel", "alone"] == pytest.approx(1.5)
     assert found.loc["fused operations", "in all, against without"] == pytest.approx(best / 64)
-    assert found.loc["two steps in flight", "in all, against without"] == pytest.approx(2.0)
+    assert found.loc["one kernel for all layers", "in all, against without"] == pytest.approx(2.0)
     assert found.loc["prefetch (off by default)", "in all, against without"] == pytest.approx(0.9)
 
 
@@ -236,7 +236,7 @@ def test_the_kernel_table_counts_what_the_walk_pays_for() -> None:
 def test_tables_for_readers_are_blank_where_there_is_no_number_and_name_switches_in_words() -> None:
     table = decode.written(pd.DataFrame({"a": [1.26, float("nan")], "b": [3, 4]}))
     assert table.to_numpy().tolist() == [["1.3", "3.0"], ["", "4.0"]]
-    words = {"unfused": "plain PyTorch, launched", "unfused_graph": "+ CUDA graph", "ours": "+ two steps in flight"}
+    words = {"unfused": "plain PyTorch, launched", "unfused_graph": "+ CUDA graph", "ours": "+ one kernel for all layers"}
     assert decode.WORDS.items() >= words.items()
     assert list(decode.WORDS) == [stages.name_of(s) for s in stages.waterfall()]
 
