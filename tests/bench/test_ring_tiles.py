@@ -56,7 +56,9 @@ def test_the_table_has_the_most_tokens_at_which_the_persistent_kernel_was_faster
     written: list[Any] = []
 
     def step(ctx: Any, loaded: Any, way: str, *rest: Any, tokens: int = ring_tiles.TOKENS) -> float:
-        return 1.0 if not way.startswith("persistent") or tokens > faster_up_to else 0.5 if way == "persistent 2 of 4, 2x" else 0.7
+        if not way.startswith("persistent") or tokens > faster_up_to:
+            return 1.0
+        return 0.5 if way == "persistent 2 of 4, 2x" else 0.7
 
     monkeypatch.setattr(ring_tiles, "_step", step)
     monkeypatch.setattr(
