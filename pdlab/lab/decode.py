@@ -187,19 +187,24 @@ def beside_prediction(predicted: Mapping[str, float], wall: float, recorded: Map
 
 
 def persistent_steps(device: str) -> pd.DataFrame:
-    """Milliseconds of a step by kernels with rings of weights and by one persistent kernel, the fastest way of each, in runs
-    that recorded both; a row a model and run, the run that has the fastest persistent kernel first."""
+    """Milliseconds of a step by kernels with rings of weights and by one persistent kernel, the fastest way of each, of the
+    newest run that recorded both; a row a model. Where it was recorded also the same kernel with nothing that bounds how many
+    weights it has asked for at a time."""
     import pandas as pd
 
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    rings, one, at_once = "kernels with rings, ms", "one kernel, ms", "one kernel, all asked for at once, ms"
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for row in read(device, "ring_tiles"):
         way = str(row.params.get("way"))
-        if row.ok and row.metric == "step_latency" and "prefetch" not in way:
-            kind = "one persistent kernel, ms" if way.startswith("persistent") else "kernels with rings, ms"
-            best = found.setdefault((str(row.params["model"]), row.run_id), {})
+        if row.ok and row.metric == "step_latency" and row.params.get("tokens", 512) == 512 and "prefetch" not in way:
+            kind = at_once if way == "persistent unbounded" else one if way.startswith("persistent") else rings
+            best = found.setdefault(str(row.params["model"]), {}).setdefault(row.run_id, {})
             best[kind] = min(row.median, best.get(kind, row.median))
-    kept = [{"model": model} | best for (model, _), best in found.items() if len(best) == 2]
-    return pd.DataFrame(kept).sort_values(["model", "one persistent kernel, ms"]) if kept else pd.DataFrame()
+    kept = {
+        model: next((run for run in reversed(runs.values()) if {rings, one} <= set(run)), None) for model, runs in found.items()
+    }
+    table = pd.DataFrame([{"model": model} | run for model, run in kept.items() if run])
+    return table.reindex(columns=[c for c in ("model", rings, at_once, one) if c in table])
 
 
 def predicted_walk(
