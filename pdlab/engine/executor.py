@@ -1,14 +1,19 @@
 """Runs plans with a model: one upload, one forward pass, one sampling, one download a step, and no wait in between.
 
-plan (NumPy) --one pinned copy--> persistent device buffers --> model --> sampled tokens --+--> host, read at result()
-                                                                                           +--> last[row], read by the
-                                                                                                next step's decodes
+plan (NumPy) --one pinned block--> persistent device buffers --> model --> sampled tokens --+--> host, read at result()
+                                                                                            +--> last[row], read by the
+                                                                                                 next step's decodes
+
+The copy engine carries both ways, but for decode steps in a CUDA graph with fused operations: there the kernels at both ends
+read and write the host's memory themselves, and nothing comes between two graphs but one small kernel. So many steps may be
+unfinished as the block has turns; one more waits for the oldest, and keeps its result for whoever asks later.
 """
 
 from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -80,6 +85,7 @@ class TorchExecutor:
         self.block_table = torch.zeros((batch, width), dtype=torch.int32, device=self.device)
         self.last = torch.zeros(batch, dtype=torch.int64, device=self.device)  # the token each row sampled last
         self.seen = SeenTokens(rows, model.config.vocab_size, self.device)
+        self.host_tokens = self._make_host_tokens() if capture is not None else None
         self.graphs = self._make_graphs(capture) if capture is not None else None
         self.prefill_graphs: PrefillGraphs | None = None
         if capture is not None and config.prefill_graphs and getattr(model.ops, "any_prefill", False):
@@ -102,7 +108,9 @@ class TorchExecutor:
             now = self.clock.now()
             failed = StepResult(plan.step, np.zeros(0, np.int64), now, now, error=error)
             return StepHandle(lambda: failed)
-        return StepHandle(self._finisher(plan, before, after, parts), after)
+        handle = StepHandle(self._finisher(plan, before, after, parts), after)
+        self.block.keep_until(handle.result)
+        return handle
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched on the current device, whatever their arguments say."""
@@ -118,7 +126,7 @@ class TorchExecutor:
             return self._run_graph(self.graphs, shape, plan)
         if self.prefill_graphs is not None and (mixed := self.prefill_graphs.shape_of(plan)) is not None:
             return self._run_prefill_graph(self.prefill_graphs, mixed, plan)
-        self.block.upload(self._arrays(plan))
+        self.block.upload(self._arrays(plan), self.block_table)
         d = self.block.device
         t, s = plan.new_tokens + plan.pad_tokens, len(plan.sample_rows)
         ids = d["token_ids"][:t]
@@ -128,16 +136,21 @@ class TorchExecutor:
 
     def _run_graph(self, graphs: DecodeGraphs, shape: StepShape, plan: Plan) -> SampleResult:
         arrays = self._arrays(replace(plan, pad_tokens=0) if plan.pad_tokens else plan)
-        self.block.upload(graphs.padded(arrays, plan.batch, shape.size))
-        self._spread_table(plan.batch, plan.page_table.shape[1])
-        out = graphs.run(shape)[: plan.batch]
+        arrays = graphs.padded(arrays, plan.batch, shape.size)
+        if self.host_tokens is not None:
+            self.block.take(arrays, self.block_table, shape.size)
+        else:
+            self.block.upload(arrays, self.block_table)
+        out = graphs.run(shape)
         if shape.sampling == MODEL:
-            return self._sample(plan, out)
+            return self._sample(plan, out[: plan.batch])
+        if self.host_tokens is not None:
+            return SampleResult(self.host_tokens[self.block.turn, : plan.batch])
+        out = out[: plan.batch]
         return SampleResult(out if self.on_gpu else out.clone())  # a GPU copies it to the host before the next step begins
 
     def _run_prefill_graph(self, graphs: PrefillGraphs, shape: MixedShape, plan: Plan) -> SampleResult:
-        self.block.upload(graphs.padded(self._arrays(plan), shape))
-        self._spread_table(plan.batch, plan.page_table.shape[1])
+        self.block.upload(graphs.padded(self._arrays(plan), shape), self.block_table)
         return self._sample(plan, graphs.run(shape)[: len(plan.sample_rows)])
 
     def _sample(self, plan: Plan, x: torch.Tensor) -> SampleResult:
@@ -191,7 +204,6 @@ class TorchExecutor:
         lens = list(zip(np.diff(plan.q_start).tolist(), plan.context_lens.tolist(), strict=True)) + (
             [(pad, pad)] if pad else []
         )
-        self._spread_table(b, max(plan.page_table.shape[1], -(-pad // self.page_size)))
         return KVView(
             kind=plan.kv_kind,
             page_size=self.page_size,
@@ -208,11 +220,6 @@ class TorchExecutor:
             host_lens=tuple(lens),
         )
 
-    def _spread_table(self, batch: int, width: int) -> None:
-        """The uploaded table has rows of `width`; kernels find each row at the same place whatever the step's width."""
-        if width and self.block_table.shape[1]:
-            self.block_table[:batch, :width] = self.block.device["table"][: batch * width].view(batch, width)
-
     def _all_rows(self, tokens: int) -> KVView:
         """The persistent buffers, of whose rows a graph takes the first."""
         d = self.block.device
@@ -221,6 +228,20 @@ class TorchExecutor:
             seq_lens=d["seq_lens"], cu_q=d["cu_q"], slots=d["slots"][:tokens], positions=d["positions"][:tokens],
             max_q=1, max_kv=self.max_len,
         )  # fmt: skip
+
+    def _make_host_tokens(self) -> torch.Tensor | None:
+        """i64[turns, rows] of pinned memory, where the last kernel of a decode step in a graph leaves the tokens of its turn.
+        None where steps copy both ways: on a CPU, with plain operations, or if kernels cannot reach the host's memory."""
+        if not (self.on_gpu and getattr(self.model.ops, "fused", False)):
+            return None
+        try:
+            with self._on_device():
+                self.block.take({"table": np.zeros((0, 0), np.int32)}, self.block_table, rows=0)  # of no step: finds out
+                return torch.zeros((self.block.turns, len(self.last)), dtype=torch.int64, pin_memory=True)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(f"decode steps copy to and from the host: {why}", RuntimeWarning, stacklevel=2)
+            return None
 
     def _make_graphs(self, capture: Capture) -> DecodeGraphs:
         return DecodeGraphs(
@@ -232,6 +253,7 @@ class TorchExecutor:
             longest=self.max_len,
             any_length=getattr(self.model.ops, "any_length", False),
             capture=capture,
+            host=self.host_tokens,
         )
 
     def _make_prefill_graphs(self, capture: Capture) -> PrefillGraphs:
@@ -295,12 +317,10 @@ class TorchExecutor:
         return event
 
     def _download(self, sampled: SampleResult) -> list[torch.Tensor | None]:
-        """Starts the copies to the host. Log-probabilities travel only when a request asked for them."""
-        parts = [sampled.tokens, sampled.logprob, sampled.top_ids, sampled.top_logprobs]
-        if not self.on_gpu:
-            return parts
+        """Starts the copies to the host of what is not there. Log-probabilities travel only when a request asked for them."""
         return [
-            None if p is None else torch.empty_like(p, device="cpu", pin_memory=True).copy_(p, non_blocking=True) for p in parts
+            p if p is None or p.is_cpu else torch.empty_like(p, device="cpu", pin_memory=True).copy_(p, non_blocking=True)
+            for p in (sampled.tokens, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
         ]
 
     def _finisher(self, plan: Plan, before: Mark, after: Mark, parts: list[torch.Tensor | None]) -> Callable[[], StepResult]:
@@ -312,6 +332,7 @@ class TorchExecutor:
                 return StepResult(plan.step, np.zeros(0, np.int64), now, now, error=error)
             tokens, logprob, top_ids, top_logprobs = (None if p is None else p.numpy() for p in parts)
             assert tokens is not None
+            tokens = tokens.copy()  # where they lie a later step of the same turn writes its own
             bad = tuple(np.flatnonzero(tokens < 0).tolist())
             return StepResult(plan.step, tokens, start, end, logprob, top_ids, top_logprobs, bad_rows=bad)
 
@@ -347,7 +368,10 @@ class TorchExecutor:
         if self._closed:
             return
         self._closed = True
-        for name in ("graphs", "prefill_graphs", "k", "v", "model", "block", "block_table", "last", "seen"):
+        if self.on_gpu:
+            with suppress(Exception):  # a device that is lost
+                torch.cuda.synchronize(self.device)  # what is pinned goes to others at once, whatever kernels still do there
+        for name in ("graphs", "prefill_graphs", "k", "v", "model", "block", "block_table", "last", "seen", "host_tokens"):
             delattr(self, name)
         self._anchor = None
         gc.collect()
@@ -369,4 +393,5 @@ class StepHandle:
     def result(self) -> StepResult:
         if self._result is None:
             self._result = self._finish()
+            del self._finish  # and what it held: the plan, memory that the result was copied from
         return self._result

@@ -6,6 +6,9 @@ size and replayed over the same addresses:
 
     buffers: token ids, rows, slots, lengths, tables --> [ token in flight -> model -> sampling -> last[row] ] --> tokens
 
+With fused operations the graph's last kernel writes the tokens to the host itself. The addresses of a graph are fixed while
+several steps are in flight, so each writes to the row of its turn, which it reads from the buffers.
+
 Rows that only fill up a batch have no cache (length 0), write their K and V to a slot that nobody owns, and leave their token
 in a row that no request has. A step met for the first time runs as it is, launch by launch, and is captured behind that: so
 a capture never needs made-up input, and never touches the cache. All graphs share one pool of memory, which is safe because
@@ -104,11 +107,14 @@ def begin(model: Model, d: dict[str, torch.Tensor], last: torch.Tensor) -> torch
     return x if w.positions is None else x + w.positions[positions]
 
 
-def remember(model: Model, tokens: torch.Tensor, rows: torch.Tensor, last: torch.Tensor) -> None:
+def remember(
+    model: Model, tokens: torch.Tensor, rows: torch.Tensor, last: torch.Tensor, host: torch.Tensor | None, turn: torch.Tensor
+) -> None:
+    """`host`, which only fused operations write: see DecodeGraphs."""
     if getattr(model.ops, "fused", False):
         from pdlab.kernels import step_ends
 
-        step_ends.remember(tokens, rows, last, pdl=getattr(model.ops, "pdl", False))
+        step_ends.remember(tokens, rows, last, host, turn, pdl=getattr(model.ops, "pdl", False))
     else:
         last[rows] = tokens.clamp(min=0)
 
@@ -124,7 +130,8 @@ class DecodeGraphs:
 
     `buffers` are its persistent device arrays and `view` a KVView over all of their rows; `last[row]` is the token that each
     row sampled last, and its last entry belongs to no request. `scratch` is a slot nobody owns. `any_length`: attention's
-    work depends on the lengths that the device reads, not on the bound `max_kv`, so one graph serves every length.
+    work depends on the lengths that the device reads, not on the bound `max_kv`, so one graph serves every length. `host`
+    i64[turns, rows], pinned, or None: where steps that sample in their graph leave their tokens, in row buffers["turn"].
     """
 
     def __init__(
@@ -138,8 +145,9 @@ class DecodeGraphs:
         longest: int,
         any_length: bool,
         capture: Capture,
+        host: torch.Tensor | None = None,
     ) -> None:
-        self.model, self.buffers, self.view, self.last = model, buffers, view, last
+        self.model, self.buffers, self.view, self.last, self.host = model, buffers, view, last, host
         self.scratch, self.longest, self.any_length = scratch, longest, any_length
         self.sizes = graph_sizes(len(last) - 1)
         self.seconds = 0.0  # spent on capturing
@@ -222,7 +230,7 @@ class DecodeGraphs:
             num_logprobs=-1,
         )
         tokens = self.model.sample(x, sampling).tokens
-        remember(self.model, tokens, d["sample_rows"], self.last)
+        remember(self.model, tokens, d["sample_rows"], self.last, self.host, d["turn"])
         return tokens
 
     def _rows(self, n: int, shape: StepShape) -> KVView:

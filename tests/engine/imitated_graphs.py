@@ -34,9 +34,11 @@ class ImitatedCapture:
     def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Again, torch.Tensor]:
         if self.fail_after is not None and len(self.captures) >= self.fail_after:
             raise RuntimeError("out of memory, say")
-        kept = [t.clone() for t in (self.executor.last, self.executor.k, self.executor.v)]
+        e = self.executor
+        state = [t for t in (e.last, e.k, e.v, e.host_tokens) if t is not None]
+        kept = [t.clone() for t in state]
         again = Again(step, step())
-        for tensor, before in zip((self.executor.last, self.executor.k, self.executor.v), kept):
+        for tensor, before in zip(state, kept):
             tensor.copy_(before)
         self.captures.append(again)
         return again, again.out

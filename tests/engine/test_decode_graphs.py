@@ -149,7 +149,7 @@ def test_closing_gives_the_memory_of_the_graphs_back() -> None:
 
 @pytest.mark.gpu
 def test_no_decode_step_waits_for_the_device_but_for_the_tokens_of_the_step_before() -> None:
-    """In steady state a step is an upload, one graph, one download; the only wait is on the event behind an older step."""
+    """In steady state a step is a kernel and one graph; the only wait is on the event behind an older step."""
     settings = {"steps_in_flight": 2, "max_batch_requests": 8, "kv_capacity_tokens": 8192, "max_model_len": 512}
     with LLM("random:llama-tiny", EngineConfig().with_(**settings)) as llm:
         events = llm.stream([[1, 2, 3]] * 4, SamplingParams(max_tokens=200, ignore_eos=True))
