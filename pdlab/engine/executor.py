@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -276,8 +277,8 @@ class TorchExecutor:
         with torch.inference_mode(), self._on_device():
             for size in sorted(sizes or graphs.sizes, reverse=True):
                 self.block.upload(graphs.padded(empty, 0, size))
-                for stage in sampling:
-                    graphs.run(StepShape(size, stage, kind, graphs.longest))
+                for stage, bound in product(sampling, graphs.bounds(size)):
+                    graphs.run(StepShape(size, stage, kind, bound))
         return graphs.seconds - before
 
     def capture_prefill_graphs(self, wanted: Callable[[MixedShape], bool] = lambda shape: True) -> float:

@@ -151,6 +151,7 @@ class DecodeGraphs:
         self.scratch, self.longest, self.any_length = scratch, longest, any_length
         self.sizes = graph_sizes(len(last) - 1)
         self.seconds = 0.0  # spent on capturing
+        self._bounds: dict[int, tuple[int, ...]] = {}  # by size, see bounds
         self.refused: str | None = None  # why no further step is captured
         self._capture = capture
         self._made: dict[StepShape, tuple[Replay, torch.Tensor]] = {}
@@ -170,16 +171,25 @@ class DecodeGraphs:
         if not (plan.sample_rows == np.arange(b)).all():
             return None
         size = next(n for n in self.sizes if n >= rows)
-        shape = StepShape(size, sampling_kind(plan.sampling), plan.kv_kind, self._bound(int(plan.context_lens.max())))
+        shape = StepShape(size, sampling_kind(plan.sampling), plan.kv_kind, self._bound(size, int(plan.context_lens.max())))
         heads, dim = self.view.k.shape[2], self.view.k.shape[4]
         if not self.any_length and size * shape.max_kv * heads * dim > _GATHERED:
             return None
         return shape if self.refused is None or shape in self._made else None
 
-    def _bound(self, longest: int) -> int:
+    def bounds(self, size: int) -> tuple[int, ...]:
+        """Longest caches of the graphs that serve every length between them: one, unless the model's operations have other
+        kernels for short caches than for long ones."""
+        if size not in self._bounds:
+            ask = getattr(self.model.ops, "decode_bounds", None)
+            short = ask(self.model.layers, size) if ask is not None else ()
+            self._bounds[size] = (*(n for n in short if n < self.longest), self.longest)
+        return self._bounds[size]
+
+    def _bound(self, size: int, longest: int) -> int:
         """Backends that gather keys up to the bound get a power of two above the longest, so that graphs stay few."""
         if self.any_length:
-            return self.longest
+            return next((n for n in self.bounds(size) if longest <= n), self.longest)
         return min(self.longest, max(64, 1 << (longest - 1).bit_length()))
 
     def padded(self, arrays: dict[str, np.ndarray], batch: int, size: int) -> dict[str, Any]:

@@ -210,6 +210,13 @@ def measured_tile(tuning: Tuning, layers: list[LayerWeights], kv: int) -> StackT
     return recorded_tile(tuning, stack_key(layers), kv)
 
 
+def recorded_bounds(tuning: Tuning, layers: list[LayerWeights]) -> tuple[int, ...]:
+    """Up to how many cached tokens each entry of the table for these layers counts, ascending."""
+    key = stack_key(layers)
+    entries = [e for e in table(tuning.device).get("persistent_decode", []) if all(e.get(k) == v for k, v in key.items())]
+    return tuple(sorted({entry["max_kv"] for entry in entries if "max_kv" in entry}))
+
+
 def recorded_tile(tuning: Tuning, key: dict[str, int], kv: int) -> StackTile | None:
     """The same for layers of this `stack_key`."""
     entry = first_match(table(tuning.device).get("persistent_decode", []), **key, kv=kv)

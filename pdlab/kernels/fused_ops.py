@@ -121,6 +121,14 @@ class FusedOps(DispatchedOps):
         tile = self.stack_tile or found or (StackTile() if self.persistent else None)
         return tile and replace(tile, hint=tile.hint and self.hints, pdl=tile.pdl and self.pdl)
 
+    def decode_bounds(self, layers: list[LayerWeights], rows: int) -> tuple[int, ...]:
+        """Cached tokens up to which decode steps of so many rows run other kernels than with longer caches, ascending."""
+        if rows > 1 or self.persistent is not None or not self.measured or self.stack_tile is not None:
+            return ()
+        from pdlab.kernels.decode_stack import recorded_bounds
+
+        return recorded_bounds(self.tuning, layers)
+
     def layer_stack(
         self, x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable | None, view: KVView
     ) -> torch.Tensor | None:
