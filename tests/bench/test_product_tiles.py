@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -97,6 +99,34 @@ def test_steps_decide_between_the_fastest_of_both_kinds(monkeypatch: pytest.Monk
     assert chosen["norm_qkv_rope"] == staged
     assert chosen["out_residual"] == chosen["down_residual"] == plain
     assert len(tried) == 3
+
+
+@pytest.mark.parametrize(("seconds", "written", "skipped"), [(9, 3, 0), (5, 2, 0), (4, 1, 1), (1, 0, 2)])
+def test_a_sweep_that_the_budget_cuts_short_leaves_the_table_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, seconds: int, written: int, skipped: int
+) -> None:
+    """Each model takes two seconds."""
+    from pdlab.bench import prefill_vs_decode
+    from pdlab.kernels import dispatch
+
+    left, tables, skips = [seconds], list[object](), list[object]()
+
+    def choose(*arguments: object) -> dict[str, ProductTile]:
+        left[0] -= 2
+        return {}
+
+    monkeypatch.setattr(dispatch, "why_not", lambda *arguments: "")
+    monkeypatch.setattr(Tuning, "of_device", lambda: H200)
+    monkeypatch.setattr(prefill_vs_decode, "_load", lambda name, ctx: SimpleNamespace(config=name))
+    monkeypatch.setattr(product_tiles, "BATCHES", (8,))
+    monkeypatch.setattr(product_tiles, "_sweep_products", lambda *arguments: {})
+    monkeypatch.setattr(product_tiles, "_choose_in_steps", choose)
+    monkeypatch.setattr(product_tiles, "_write", lambda ctx, config, chosen: tables.append(config))
+    record = SimpleNamespace(skip=lambda *arguments, **more: skips.append(more["params"]))
+    machine = SimpleNamespace(capability=(9, 0), is_gpu=True)
+    product_tiles.run(SimpleNamespace(machine=machine, record=record, left=lambda: left[0]))  # type: ignore[arg-type]
+    assert len(tables) == written
+    assert skips == [{"model": name} for name in product_tiles.MODELS[3 - skipped :]]
 
 
 def test_every_candidate_can_be_compiled_ahead() -> None:
