@@ -1,12 +1,10 @@
-"""Steps of one request by ways of sizing the rings of weights, of cutting attention, and by the persistent kernel; writes the
-device's table.
+"""Steps of one request by ways of sizing the rings of weights, and by the persistent kernel; writes the device's table.
 
 A ring of weights reaches across the border between kernels, so what counts is a whole step of a model: `step_latency`, ms
 between the ends of successive steps, two in flight, one row a way (`way`) of doing it. The fastest rings go to
-tuning/<device>.json ("ring_tiles"). Then attention takes its turn ("decode_rings"): of a short cache it has little to read, and
-what it costs is how long the others wait for it and what shared memory it leaves them. Steps by the persistent kernel are rows
-whose `way` begins with persistent; up to how many cached tokens it is faster than the rings goes to the same table
-("persistent_decode"), and where it never is no entry is written, so that it is not used.
+tuning/<device>.json ("ring_tiles"). Steps by the persistent kernel are rows whose `way` begins with persistent; up to how many
+cached tokens it is faster than the rings goes to the same table ("persistent_decode"), and where it never is no entry is
+written, so that it is not used.
 
 Needs a GPU of capability 9.0.
 """
@@ -20,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from pdlab.bench import _stages as stages
 from pdlab.bench.product_tiles import shapes
 from pdlab.kernels.product_tiles import RingTile, ring_rule
-from pdlab.kernels.tuning import DecodeRing
 
 if TYPE_CHECKING:
     from pdlab.bench.suites import Context
@@ -39,8 +36,7 @@ REPLAYS = 56
 
 def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
     """Ways of sizing the rings: a whole multiprocessor's memory, half of it, or half for the small products alone; and `early`:
-    so little for what comes before gates and up that their ring, of 7 stages, fills while attention runs. `drawn`: programs of
-    gates and up draw two tiles at a time, see ring_product.draw."""
+    so little for what comes before gates and up that their ring, of 7 stages, fills while attention runs."""
 
     def half(op: str, k: int) -> RingTile:
         return RingTile(1, max(2, min(6, ((104 << 10) - 2 * k) // (16 << 10))))
@@ -50,26 +46,13 @@ def ring_ways() -> dict[str, Callable[[str, int], RingTile]]:
             return RingTile(1, 4)
         return RingTile(1, 7) if op == "norm_mlp_up" else ring_rule(k)
 
-    ways: dict[str, Callable[[str, int], RingTile]] = {
+    return {
         "whole": lambda op, k: ring_rule(k),
         "half": half,
         "mixed": lambda op, k: ring_rule(k) if op in BIG else half(op, k),
         "early": early,
         "early, half down": lambda op, k: half(op, k) if op == "down_residual" else early(op, k),
     }
-
-    def drawn(way: str) -> Callable[[str, int], RingTile]:
-        return lambda op, k: replace(ways[way](op, k), draw=2 if op == "norm_mlp_up" else 0)
-
-    return ways | {f"{way}, drawn": drawn(way) for way in ("whole", "half", "early")}
-
-
-def attention_ways(head_dim: int) -> dict[str, DecodeRing]:
-    """Ways of cutting attention over a short cache: more warps a tile, a deeper ring, and segments that one program takes
-    whole, which spares their combination."""
-    cuts = ((4, 2, 2), (4, 2, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 2, 2), (8, 2, 4), (8, 4, 4), (16, 2, 2))
-    fitting = [(w, s, n) for w, s, n in cuts if w * s * 64 * head_dim <= 140 << 10]
-    return {f"{w}x{s}, whole {n}": DecodeRing(w, s, 1, 8, True, n) for w, s, n in fitting}
 
 
 def persistent_ways() -> dict[str, dict[str, Any]]:
@@ -95,7 +78,6 @@ def run(ctx: Context) -> None:
         loaded = _load(f"random:{name}", ctx)
         way, ms = _sweep_rings(ctx, loaded)
         if way:
-            ms = min(ms, _sweep_attention(ctx, loaded, way, ms))
             _sweep_persistent(ctx, loaded, way, ms)
         del loaded
 
@@ -125,33 +107,6 @@ def _sized(loaded: Loaded, way: str) -> Callable[[Any], None]:
             ops.ring_tiles[op, outputs, k] = replace(ring_ways()[way](op, k), pdl=ops.pdl)
 
     return prepare
-
-
-def _sweep_attention(ctx: Context, loaded: Loaded, rings: str, ms: float) -> float:
-    """Milliseconds of a step by the fastest way of cutting attention beside `rings`, whose own, with the table's, are `ms`.
-    What is faster goes to the table, for caches of as many tokens as it is faster with."""
-    from pdlab.bench import _attention
-
-    config = loaded.config
-    ways = attention_ways(config.head_dim)
-
-    def step(way: str, tokens: int) -> float:
-        def prepare(ops: Any) -> None:
-            _sized(loaded, rings)(ops)
-            if way:
-                ops.backend("triton").ring = replace(ways[way], pdl=ops.pdl)
-
-        name = f"{rings}, attention {way}" if way else rings
-        return _step(ctx, loaded, name, RINGS, prepare, tokens=tokens)
-
-    fastest, way = min(((step(way, TOKENS), way) for way in ways), default=(float("inf"), ""))
-    if fastest >= ms:
-        return ms
-    most = _most_tokens(lambda tokens: step(way, tokens), lambda tokens: step("", tokens))
-    shape = {"head_dim": config.head_dim, "rows": config.num_heads // config.num_kv_heads, "kv_heads": config.num_kv_heads}
-    entry = {"kind": "decode_ring", **shape, "max_batch": 1, "max_kv": _bound(most), **asdict(ways[way])}
-    _attention.write_table(ctx, "decode_rings", [entry], shape)
-    return fastest
 
 
 def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> None:

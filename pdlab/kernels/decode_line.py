@@ -101,13 +101,12 @@ def advance(walk, stop, line, KV_HEADS: gl.constexpr, BLOCK_N: gl.constexpr, EAR
 
 @gluon.jit
 def line_of(
-    LENS, CU_Q, batch, few, least, whole, KV_HEADS: gl.constexpr, BLOCK_N: gl.constexpr, BATCH_PAD: gl.constexpr,
-    EARLY: gl.constexpr, WARPS: gl.constexpr, WHOLE: gl.constexpr,
+    LENS, CU_Q, batch, few, least, KV_HEADS: gl.constexpr, BLOCK_N: gl.constexpr, BATCH_PAD: gl.constexpr, EARLY: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """All segments in one line, cut among the programs: each warp holds it all, a request or more a lane.
 
-    Where that would leave a program fewer than `least` tiles, only `few` programs share the work; with WHOLE, so few that
-    pieces of segments of one length are no shorter than `whole`: a piece that is a whole segment needs no combination.
+    Where that would leave a program fewer than `least` tiles, only `few` programs share the work.
     """
     lanes = gl.arange(0, BATCH_PAD, gl.BlockedLayout([BATCH_PAD // 32], [32], [WARPS], [0]))
     real = lanes < batch
@@ -118,9 +117,6 @@ def line_of(
     tiles = gl.where(ours, tiles, 0)
     programs = gl.num_programs(0)
     programs = gl.where(gl.sum(tiles, 0) * KV_HEADS < least * programs, gl.minimum(few, programs), programs)
-    if WHOLE:
-        segments = gl.maximum(gl.sum(ours.to(gl.int32), 0) * KV_HEADS, 1)
-        programs = gl.minimum(programs, gl.maximum(gl.sum(tiles, 0) * KV_HEADS // (whole * segments), 1) * segments)
     piece, share = share_out(tiles, ours, programs, KV_HEADS)
     slots = (tiles + piece - 1) // piece * piece
     mine = gl.program_id(0) * share

@@ -280,16 +280,16 @@ def _query(q_at, q_head_stride, GROUP: gl.constexpr, COLUMNS: gl.constexpr, HEAD
     return gl.load(q_at + column * q_head_stride + d + warp * 0, mask=(column < GROUP) & (warp < WARPS), other=0.0)
 
 
-@gluon.jit(do_not_specialize=["batch", "few", "least", "whole", "table_stride", "pieces"])
+@gluon.jit(do_not_specialize=["batch", "few", "least", "table_stride", "pieces"])
 def flash_decode_ring_kernel(
-    Q, K, V, OUT, TABLE, BASE, LENS, CU_Q, PART_O, PART_LSE, COUNTERS, NEXT, scale_log2, batch, few, least, whole,
+    Q, K, V, OUT, TABLE, BASE, LENS, CU_Q, PART_O, PART_LSE, COUNTERS, NEXT, scale_log2, batch, few, least,
     table_stride, head_stride, q_token_stride, q_head_stride, o_token_stride, o_head_stride, pieces,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     COLUMNS: gl.constexpr, BATCH_PAD: gl.constexpr,  # a group's query heads, padded; a power of two, at least 32
     PAGED: gl.constexpr, PAGE: gl.constexpr, PAGE_STRIDE: gl.constexpr, ROW_STRIDE: gl.constexpr,
     RUN: gl.constexpr, STAGES: gl.constexpr,  # keys of a warp's 16 that are known to lie side by side; tiles in the ring
-    PREFETCH: gl.constexpr, WHOLE: gl.constexpr,
-    PDL: gl.constexpr, WARPS: gl.constexpr,  # launched as a programmatic dependent of the kernel before it (from 9.0 on)
+    PREFETCH: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,  # launched as a programmatic dependent of the kernel before it (from 9.0 on)
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = WARPS * KEYS
     dtype: gl.constexpr = K.dtype.element_ty
@@ -298,7 +298,7 @@ def flash_decode_ring_kernel(
     ks = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], tile_layout(HEAD))
     vs = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], tile_layout(HEAD))
     table, cache, parts = (TABLE, BASE, table_stride), (K, V, head_stride), (PART_O, PART_LSE, COUNTERS)
-    line, q_first, cut = line_of(LENS, CU_Q, batch, few, least, whole, KV_HEADS, BLOCK_N, BATCH_PAD, PDL, WARPS, WHOLE)
+    line, q_first, cut = line_of(LENS, CU_Q, batch, few, least, KV_HEADS, BLOCK_N, BATCH_PAD, PDL, WARPS)
     mine, stop, share = cut
     at_copy = _lanes(HEAD, WARPS, RUN)
     walks, places = ((mine, 0, 0, 0, 0, 0),), (0,)
@@ -312,11 +312,7 @@ def flash_decode_ring_kernel(
     task = task_of(tile, stop, line, q_first, batch, table, KV_HEADS, BLOCK_N, PDL, PAGED, PAGE)
     if PREFETCH:
         _prefetch(NEXT, pieces, WARPS)
-    if PDL and WHOLE:
-        # few have work: the others make room at once; one waits, as who waits for this kernel relies on those before it, too
-        if (tile < stop) | (gl.program_id(0) == 0):
-            tl.extra.cuda.gdc_wait()
-    elif PDL:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     while tile < stop:
         request, head, first, take, count, held, length, limit, token, new_place = task
@@ -388,13 +384,12 @@ def flash_decode_ring(
         q, view.k, view.v, out, view.block_table, view.base, view.seq_lens, view.cu_q,
         workspace.part_o, workspace.part_lse, workspace.counters,
         workspace.counters if prefetch is None else prefetch.view(-1).view(torch.uint8),
-        (head_dim**-0.5 if scale is None else scale) * LOG2E, batch, programs // tile.blocks_per_sm, tile.least, tile.whole,
+        (head_dim**-0.5 if scale is None else scale) * LOG2E, batch, programs // tile.blocks_per_sm, tile.least,
         view.block_table.stride(0), view.k.stride(1), q.stride(0), q.stride(1), out.stride(0), out.stride(1), pieces,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, COLUMNS=MAX_GROUP, HEAD=head_dim,
         BATCH_PAD=max(32, triton.next_power_of_2(batch)) if batch <= 32 or batch > 256 else 256,
         PAGED=paged, PAGE=view.page_size, PAGE_STRIDE=view.k.stride(0), ROW_STRIDE=view.k.stride(2),
-        RUN=run_of(view.page_size, paged), STAGES=tile.stages, PREFETCH=pieces > 0 and tile.pdl, WHOLE=tile.whole > 0,
-        PDL=tile.pdl, WARPS=tile.warps, num_warps=tile.warps, maxnreg=registers_of(tile),
-        **({"launch_pdl": True} if tile.pdl else {}),
+        RUN=run_of(view.page_size, paged), STAGES=tile.stages, PREFETCH=pieces > 0 and tile.pdl, PDL=tile.pdl, WARPS=tile.warps,
+        num_warps=tile.warps, maxnreg=registers_of(tile), **({"launch_pdl": True} if tile.pdl else {}),
     )  # fmt: skip
     return out

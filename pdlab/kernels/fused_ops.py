@@ -54,7 +54,6 @@ class FusedOps(DispatchedOps):
         self.stack_tile: StackTile | None = None  # set before the first step: whatever the table says
         self.stacks: dict[int, tuple[list[LayerWeights], DecodeStack | None]] = {}  # by the list of layers, which is kept alive
         self.workspace, self.race = Workspace(self.device), Race(self.device)
-        self.drawn = torch.zeros(1, dtype=torch.int32, device=self.device)  # tickets of a ring's tiles, zero between launches
         self.meeting = Meeting(self.device, RESIDENT * self.tuning.multiprocessors if self.device.type == "cuda" else 0)
         self.meeting.pdl &= self.pdl
         self._tiles: dict[tuple[str, int, int, int], ProductTile] = {}
@@ -150,10 +149,10 @@ class FusedOps(DispatchedOps):
             return rope_rows(F.linear(norm_rows(x, w.attn_norm), w.qkv, w.qkv_bias), w, rope, view)
         ring = self.ring_tile("norm_qkv_rope", w.qkv, len(x), w.qkv_bias, w.attn_norm)
         if ring is not None and w.q_norm is not None:
-            packed = self.rings.ring_norm_product(x, w.attn_norm, w.qkv, NOTHING, ring, self.drawn, self._following(w.out))
+            packed = self.rings.ring_norm_product(x, w.attn_norm, w.qkv, NOTHING, ring, self._following(w.out))
             return rope_rows(packed, w, rope, view, pdl=ring.pdl)
         if ring is not None and rope is not None and view.k.shape[3] % 8 == 0:
-            return self.rings.ring_norm_qkv_rope(x, w, rope, view, ring, self.drawn, self._following(w.out))
+            return self.rings.ring_norm_qkv_rope(x, w, rope, view, ring, self._following(w.out))
         tile = self.tile("norm_qkv_rope", w.qkv, len(x))
         x, normed = self._normed(x, w.attn_norm, tile)
         if w.q_norm is not None:  # needs a whole head at once
@@ -176,7 +175,7 @@ class FusedOps(DispatchedOps):
             out = torch.addmm(x, u, weight.T)
             return out if bias is None else out.add_(bias)
         if (ring := self.ring_tile(op, weight, len(x), bias)) is not None:
-            return self.rings.ring_residual_product(u, weight, x, ring, self.drawn, following)
+            return self.rings.ring_residual_product(u, weight, x, ring, following)
         return residual_product(u, weight, bias, x, self.tile(op, weight, len(x)), self.workspace)
 
     def norm_mlp_up(self, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
@@ -186,7 +185,7 @@ class FusedOps(DispatchedOps):
             return F.gelu(up, approximate="tanh") if activation == GELU else silu_product(up)
         ring = self.ring_tile("norm_mlp_up", w.up, len(x), w.up_bias, w.mlp_norm)
         if ring is not None and activation == SWIGLU:
-            return self.rings.ring_norm_product(x, w.mlp_norm, w.up, activation, ring, self.drawn, self._following(w.down))
+            return self.rings.ring_norm_product(x, w.mlp_norm, w.up, activation, ring, self._following(w.down))
         tile = self.tile("norm_mlp_up", w.up, len(x))
         x, normed = self._normed(x, w.mlp_norm, tile)
         return norm_product(x, w.mlp_norm, w.up, w.up_bias, activation, tile, self.workspace, normed=normed)
@@ -205,7 +204,7 @@ class FusedOps(DispatchedOps):
     def _project(self, x: torch.Tensor, head: HeadWeights, want: int, sampling: SamplingBatch) -> torch.Tensor:
         ring = self.ring_tile("projection_sample", head.proj, len(x), None, head.norm)
         if ring is not None:
-            return self.rings.ring_project(x, head, want, sampling, ring, self.race, self.drawn)
+            return self.rings.ring_project(x, head, want, sampling, ring, self.race)
         parts = []
         for i in range(0, len(x), MAX_SAMPLED):
             rows = slice(i, i + MAX_SAMPLED)

@@ -37,7 +37,6 @@ class RingTile:
     pdl: bool = True
     hint: bool = True  # weights are the first to leave L2, see copy_hints
     ahead: int = 0  # stages' worth of the next product's weights that a program asks into L2 before it waits
-    draw: int = 0  # tiles that a program takes at a time from a common counter, after its first; 0: all are given
 
 
 def columns_of(batch: int) -> int:

@@ -5,9 +5,6 @@ multiprocessors. Each takes every P-th tile of 4 + 4 weight rows and keeps STAGE
 tensor memory accelerator. The ring is filled before the wait for the kernel launched before: 25 MB on a whole H200, 5 us of
 reading, so that the memory does not rest while a step goes from one product to the next. x is read once a program.
 
-Or it takes every P-th tile FIRST times and draws the others, RUN at a time, from a counter that all programs share (see draw):
-programs that begin late, or share a multiprocessor, compute fewer then, and all end together.
-
 Multiply-adds on the plain cores would take as long as the reading: eight instructions a weight, and sums across threads. A
 tensor core wants at least eight columns, and one activation row has one. So a weight row is cut in 16 SEGMENTS, and so is x:
 
@@ -47,14 +44,6 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 def pieces_of(k, panels):
     """Pieces of `panels` panels that a tile of rows of k elements is."""
     return (k // 16 + panels * 64 - 1) // (panels * 64)
-
-
-@gluon.constexpr_function
-def window_of(k, panels, stages, run):
-    """Tiles whose numbers a program knows at a time: of the one that it computes, and where it draws, as far as `stages` pieces
-    reach beyond that one's last."""
-    pieces = pieces_of(k, panels)
-    return (pieces - 1 + stages) // pieces + 1 if run else 1
 
 
 @gluon.jit
@@ -108,8 +97,9 @@ def ask(
     PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
     NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of this program's piece i, which is piece PIECE of `tile`: PANELS panels of both its halves. Past the
-    end, what the next kernel reads is asked into L2 instead: the stream of requests does not end before the kernel does."""
+    """Starts the copy of this program's piece i of `pieces`, which is piece PIECE of `tile`: PANELS panels of both its halves.
+    Past the end, what the next kernel reads is asked into L2 instead: the stream of requests does not end before the kernel
+    does."""
     stage = i % STAGES
     ours = tile < tiles
     a, b = first_rows(tile, apart, PARTNERS)
@@ -128,11 +118,10 @@ def ask(
 def fill(
     WD, NEXT, tiles, apart,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr,
-    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr, RUN: gl.constexpr,
-    HINT: gl.constexpr, WD_AT: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr, HINT: gl.constexpr, WD_AT: gl.constexpr,
 ):  # fmt: skip
-    """(the ring, on its way; its barriers; the first WINDOW tiles; pieces of all tiles, unless they are drawn). Behind it AHEAD
-    pieces of what is read next go to L2.
+    """(the ring, on its way; its barriers; pieces that this program's tiles are). Behind it AHEAD pieces of what is read next
+    go to L2.
 
     HINT: weights leave L2 first; WD_AT: arguments before WD.
     """
@@ -144,53 +133,14 @@ def fill(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
-    mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    pieces = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0) * PIECES
     for i in gl.static_range(STAGES):
         tile = gl.program_id(0) + i // PIECES * gl.num_programs(0)
-        ask(
-            ring, full, WD, NEXT, tile, i, mine * PIECES, tiles, apart, i % PIECES,
-            PANELS, STAGES, PARTNERS, NEXT_SIZE, NEXT_APART,
-        )  # fmt: skip
+        ask(ring, full, WD, NEXT, tile, i, pieces, tiles, apart, i % PIECES, PANELS, STAGES, PARTNERS, NEXT_SIZE, NEXT_APART)
     if NEXT_SIZE:
         for i in gl.static_range(AHEAD):  # behind those that will be asked for in the course of the tiles
             ask_following(NEXT, STAGES + i, PANELS, NEXT_SIZE, NEXT_APART)
-    ids = ()
-    for i in gl.static_range(window_of(K, PANELS, STAGES, RUN)):
-        ids = ids + (gl.program_id(0) + i * gl.num_programs(0),)  # type: ignore[assignment]  # noqa: RUF005
-    return ring, full, ids, mine * PIECES
-
-
-@gluon.jit
-def draw(DRAW, newest, j, tiles, RUN: gl.constexpr, FIRST: gl.constexpr):
-    """Begins to draw a program's j-th tile, if it is one to be drawn: (whether it is; the ticket, in one thread's register).
-
-    A program's first FIRST tiles are given, the others come in runs of RUN, a ticket each. `newest` is the tile before: past
-    the end where the last run was not whole, and then nothing is left. So a program draws one run that is not whole, or empty,
-    and none after it.
-
-    One counter does for all products of a step, as no two draw at the same time: a program draws behind its wait for the kernel
-    launched before, which lasts until that one has ended; that one waited in the same way before it ended, and so on back to a
-    kernel launched without dependence. However early a program begins, it draws when all those before have drawn their last.
-    """
-    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    thread = gl.arange(0, 32 * gl.num_warps(), THREADS)
-    due = (j >= FIRST) & ((j - FIRST) % RUN == 0) & (newest < tiles)
-    # by one thread, at what need not be one address: a scalar, or what the assembler sees to be one, would be waited for here
-    ticket = gl.atomic_add(DRAW + thread, thread * 0 + 1, mask=(thread == 0) & due, sem="relaxed", scope="gpu")
-    return due, gl.where(thread == 0, ticket, 0)
-
-
-@gluon.jit
-def drawn(DRAW, due, ticket, newest, j, tiles, RUN: gl.constexpr, FIRST: gl.constexpr):
-    """The j-th tile, which `draw` began to draw; past the end where nothing is left. Tickets are one for each whole run and one
-    for each program; who draws the last makes the counter zero again, for the next launch and a graph's replays."""
-    tile = newest + gl.where(j < FIRST, gl.num_programs(0), 1)
-    if due:
-        number = gl.sum(ticket, 0)
-        tile = FIRST * gl.num_programs(0) + number * RUN
-        whole = (tiles - FIRST * gl.num_programs(0)) // RUN
-        gl.store(DRAW, 0, mask=number == whole + gl.num_programs(0) - 1)
-    return tile
+    return ring, full, pieces
 
 
 @gluon.jit
@@ -249,17 +199,14 @@ def diagonal(c, ROW: gl.constexpr):
 
 @gluon.jit
 def next_tile(
-    ring, full, WD, NEXT, DRAW, ys, scale, ids, t, pieces, tiles, apart,
+    ring, full, WD, NEXT, ys, scale, tile, t, pieces, tiles, apart,
     K: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTNERS: gl.constexpr, ROW: gl.constexpr,
-    NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr, RUN: gl.constexpr, FIRST: gl.constexpr,
+    NEXT_SIZE: gl.constexpr, NEXT_APART: gl.constexpr,
 ):  # fmt: skip
-    """(products float32 [PAIRS] of the halves of the program's t-th tile, ids[0], while later pieces come in; the next ids)."""
+    """Products float32 [PAIRS] of the two halves of `tile`, the program's t-th, while later pieces come in."""
     PIECES: gl.constexpr = pieces_of(K, PANELS)
     COUNT: gl.constexpr = (K // 16 + PANEL - 1) // PANEL
-    WINDOW: gl.constexpr = window_of(K, PANELS, STAGES, RUN)
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
-    if RUN:
-        due, ticket = draw(DRAW, ids[WINDOW - 1], t + WINDOW, tiles, RUN, FIRST)  # on its way during this tile
     a = gl.zeros([LINES, 16], gl.float32, ACC)
     b = gl.zeros([LINES, 16], gl.float32, ACC)
     for c in gl.static_range(PIECES):
@@ -273,16 +220,8 @@ def next_tile(
                 b = warpgroup_mma(ring.index(stage * (2 * PANELS) + PANELS + p), y, b, is_async=True)
         a, b = warpgroup_mma_wait(0, deps=[a, b])
         barrier()  # all warps have read the stage
-        if RUN:
-            tile = ids[(c + STAGES) // PIECES]
-        else:
-            tile = ids[0] + (c + STAGES) // PIECES * gl.num_programs(0)
         ask(
-            ring, full, WD, NEXT, tile, i + STAGES, pieces, tiles, apart, (c + STAGES) % PIECES,
-            PANELS, STAGES, PARTNERS, NEXT_SIZE, NEXT_APART,
+            ring, full, WD, NEXT, tile + (c + STAGES) // PIECES * gl.num_programs(0), i + STAGES, pieces, tiles, apart,
+            (c + STAGES) % PIECES, PANELS, STAGES, PARTNERS, NEXT_SIZE, NEXT_APART,
         )  # fmt: skip
-    if RUN:
-        ids = ids[1:] + (drawn(DRAW, due, ticket, ids[WINDOW - 1], t + WINDOW, tiles, RUN, FIRST),)  # noqa: RUF005
-    else:
-        ids = (ids[0] + gl.num_programs(0),)
-    return diagonal(a, ROW) * scale, diagonal(b, ROW) * scale, ids
+    return diagonal(a, ROW) * scale, diagonal(b, ROW) * scale

@@ -42,7 +42,6 @@ class TritonAttention:
         self._outgrown: list[Workspace] = []
         self._tiles: dict[tuple[Any, ...], Any] = {}
         self._step: Step | None = None
-        self.ring: DecodeRing | None = None  # of single queries; set before the first step: whatever the table says
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)  # the warp-specialized prefill kernels'
 
     def _make_workspace(self, rows: int, requests: int) -> Workspace:
@@ -124,7 +123,7 @@ class TritonAttention:
         with_ring = max_q == 1 and fits(q, view)
 
         def look_up() -> DecodeRing | DecodeTile:
-            ring = (self.ring or self.tuning.ring(self.head_dim, rows, **facts)) if with_ring else None
+            ring = self.tuning.ring(self.head_dim, rows, **facts) if with_ring else None
             return ring or self.tuning.decode(self.head_dim, rows, **facts)
 
         tile = self._tile(("decode", rows, with_ring, *facts.values()), look_up)

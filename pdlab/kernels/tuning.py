@@ -44,7 +44,6 @@ class DecodeRing:
     blocks_per_sm: int  # the grid is this times the multiprocessors
     least: int = 4  # tiles a program, below which only one program a multiprocessor shares the work
     pdl: bool = False  # programmatic dependent launch; Hopper and later
-    whole: int = 0  # tiles of a segment that one program takes rather than share them; 0: any number is shared
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,7 @@ class Tuning:
         if self.capability < (8, 0) or head_dim not in (64, 128):
             return None
         entries = [e for e in table(self.device).get("attention_tiles", []) if e.get("kind") in ("decode", "decode_ring")]
-        in_steps = table(self.device).get("decode_rings", [])  # chosen in whole steps of a model, for its shape
-        entry = first_match(in_steps + entries, head_dim=head_dim, rows=rows, **facts)
+        entry = first_match(entries, head_dim=head_dim, rows=rows, **facts)
         if entry is None:
             return ring_rule(self.capability, self.shared_bytes, head_dim)
         return _tile(DecodeRing, entry) if entry["kind"] == "decode_ring" else None

@@ -75,12 +75,12 @@ def test_what_the_sweep_wrote_is_what_a_step_gets(monkeypatch: pytest.MonkeyPatc
     sizes = {"rows": 64, "tile_k": 256, "split": 2, "ahead": 0, "fetch": 4, "warps": 4, "stages": 3, "pdl": True}
     tables = {
         "product_tiles": [where | {"min_batch": 2, "max_batch": 8} | sizes],
-        "ring_tiles": [where | {"panels": 1, "stages": 4, "ahead": 2, "draw": 3}],
+        "ring_tiles": [where | {"panels": 1, "stages": 4, "ahead": 2}],
     }
     monkeypatch.setattr(kernels, "table", lambda device: tables)
     assert kernels.product_tile(H200, batch=8, **where) == tile
     assert kernels.product_tile(H200, batch=9, **where) == kernels.product_rule(H200, batch=9, **where)
-    assert kernels.ring_tile(H200, **where) == kernels.RingTile(1, 4, ahead=2, draw=3)
+    assert kernels.ring_tile(H200, **where) == kernels.RingTile(1, 4, ahead=2)
     assert kernels.ring_tile(H200, **where | {"op": "out_residual"}) == ring_rule(14336)
 
 

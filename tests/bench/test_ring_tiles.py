@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from pdlab.bench.records import Recorder
 from pdlab.bench.suites import Context
 from pdlab.hardware.probe import resolve_device
 from pdlab.kernels.product_tiles import ring_rule
-from pdlab.models.catalogue import config_of
 from pdlab.models.loading import load
 
 
@@ -79,49 +77,3 @@ def test_a_measured_step_asks_the_table_with_what_its_entry_bounds() -> None:
         with _breakdown.step_of(loaded, frozenset(), tokens) as (executor, plan):
             assert executor._all_rows(1).max_kv == ring_tiles._bound(tokens)
             assert plan(0).context_lens == [tokens]
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_ways_of_cutting_attention_leave_shared_memory_for_a_ring_beside(head_dim: int) -> None:
-    ways = ring_tiles.attention_ways(head_dim)
-    assert len(ways) > 4
-    for tile in ways.values():
-        held = 2 * (tile.stages * 16 * tile.warps * head_dim * 2)
-        assert held + (64 << 10) <= 227 << 10
-        assert tile.whole * 16 * tile.warps >= 32 * tile.warps
-
-
-@pytest.mark.parametrize(("faster_up_to", "most"), [(0, None), (512, 512), (2048, 2048), (9999, 8000)])
-def test_the_table_has_attention_as_whole_steps_chose_it(
-    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster_up_to: int, most: int | None
-) -> None:
-    pytest.importorskip("triton")
-    from pdlab.kernels import tuning
-
-    monkeypatch.setenv("PDLAB_HOME", str(tmp_path))
-
-    def step(ctx: Any, loaded: Any, way: str, *rest: Any, tokens: int = ring_tiles.TOKENS) -> float:
-        if "attention" not in way or tokens > faster_up_to:
-            return 1.0
-        return 0.5 if way == "whole, attention 8x2, whole 4" else 0.7
-
-    def write_table(ctx: Any, key: str, entries: list[Any], replaced: Any) -> None:
-        (tmp_path / "tuning").mkdir()
-        (tmp_path / "tuning" / "some-gpu.json").write_text(json.dumps({key: entries}))
-
-    monkeypatch.setattr(ring_tiles, "_step", step)
-    monkeypatch.setattr("pdlab.bench._attention.write_table", write_table)
-    config = config_of("llama-1b")
-    ms = ring_tiles._sweep_attention(context, cast(Any, SimpleNamespace(config=config)), "whole", 1.0)
-    assert ms == (1.0 if most is None else 0.5)
-    tuning.table.cache_clear()
-    try:
-        heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-        device, usual = tuning.Tuning("some-gpu", (9, 0), 132, 50 << 20), tuning.ring_rule((9, 0), 228 << 10, 64)
-        for kv in (513, 2049, 8193, 8194):  # what a step over one token less asks with
-            found = device.ring(64, group, kv=kv, batch=1, kv_heads=heads)
-            chosen = most is not None and kv <= most + 1
-            assert found == (tuning.DecodeRing(8, 2, 1, 8, True, 4) if chosen else usual)
-        assert device.ring(64, group, kv=512, batch=2, kv_heads=heads) == usual, "for one request alone"
-    finally:
-        tuning.table.cache_clear()

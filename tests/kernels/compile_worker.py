@@ -93,7 +93,7 @@ def compile_ring(tile: DecodeRing, capability: tuple[int, int], head: int, group
 
     fixed = {"KV_HEADS": 8, "GROUP": group, "COLUMNS": 8, "HEAD": head, "BATCH_PAD": LANES, "PAGED": True}
     fixed |= {"PAGE": PAGE, "PAGE_STRIDE": 8 * PAGE * head, "ROW_STRIDE": head, "RUN": 16, "STAGES": tile.stages}
-    fixed |= {"PREFETCH": tile.pdl, "PDL": tile.pdl, "WARPS": tile.warps, "WHOLE": tile.whole > 0}
+    fixed |= {"PREFETCH": tile.pdl, "PDL": tile.pdl, "WARPS": tile.warps}
     types = POINTERS | {"scale_log2": "fp32", "NEXT": "*u8"}
     most = {"maxnreg": registers_of(tile)}
     return ahead_of_time(flash_decode_ring_kernel, GluonASTSource, fixed, types, capability, tile.warps, **most)

@@ -2,8 +2,8 @@
 
     python fused_compile_worker.py '[["norm_qkv_rope", [9, 0], "llama-1b", 1], ...]'
 
-A job is kernel, capability, catalogue model, and activation rows; a ring's kernel named ..._drawn draws its tiles.
-Run in a process without TRITON_INTERPRET, under which nothing would be compiled.
+A job is kernel, capability, catalogue model, and activation rows. Run in a process without TRITON_INTERPRET, under which
+nothing would be compiled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POINTERS = dict.fromkeys(
 POINTERS |= dict.fromkeys(("NEXT", "XD", "WD"), "*bf16")
 POINTERS |= dict.fromkeys(("COS", "SIN", "PART", "TEMPERATURE", "TOP_P", "MIN_P"), "*fp32")
 POINTERS |= dict.fromkeys(("POSITIONS", "SLOTS", "SEED", "POSITION", "BEST", "TOKENS"), "*i64")
-POINTERS |= dict.fromkeys(("COUNT", "DONE", "FACTS", "TOP_K", "DRAW"), "*i32")
+POINTERS |= dict.fromkeys(("COUNT", "DONE", "FACTS", "TOP_K"), "*i32")
 
 
 def job(kernel: str, c: Any, batch: int, tile_of: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -115,13 +115,10 @@ def ring_job(kernel: str, c: Any) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """As `job`, for the kernels of one row on Hopper."""
     from pdlab.kernels import ring_kernels as rings
 
-    draws, kernel = kernel.endswith("_drawn"), kernel.removesuffix("_drawn")
     k = c.ffn_size if kernel == "ring_residual_product" else c.hidden_size
     tile = ring_rule(k)
     fixed: dict[str, Any] = {"K": k, "PANELS": tile.panels, "STAGES": tile.stages, "num_warps": rings.WARPS, "launch_pdl": True}
-    fixed |= {"AHEAD": 2, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23, "HINT": True, "RUN": 0, "FIRST": 0}
-    if draws:
-        fixed |= {"AHEAD": 0, "NEXT_SIZE": 0, "NEXT_APART": 0, "RUN": 2, "FIRST": 8}
+    fixed |= {"AHEAD": 2, "NEXT_SIZE": 1 << 24, "NEXT_APART": 1 << 23, "HINT": True}
     if kernel == "ring_norm_product":
         return rings.ring_norm_product_kernel, fixed | {"WIDTH": c.ffn_size, "GATED": True}, {}
     if kernel == "ring_residual_product":
@@ -171,8 +168,6 @@ def compile_job(kernel: str, capability: tuple[int, int], model: str, batch: int
         parts = job(kernel, config_of(model), batch, lambda *facts: product_tile(tuning, *facts))
     built = compile_kernel(*parts, capability)
     answer = {"shared": built.metadata.shared, "warps": built.metadata.num_warps, "room": tuning.shared_bytes}
-    before, wait, behind = built.asm["ptx"].partition("griddepcontrol.wait")
-    answer["atomics"] = [part.count("atom.global") for part in (before, behind)] if wait else []
     return answer | resources(built.asm["cubin"]) | copies(built.asm["ptx"])
 
 

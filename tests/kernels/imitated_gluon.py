@@ -7,7 +7,10 @@ Tensors are PyTorch's, layouts are ignored. What is imitated, so far as the pers
     little, raises OutOfBounds. A Sparse tensor may be larger than this machine: untouched elements are 0.
   - 32 bits: a sum or product of them that does not fit raises OverflowError.
   - Programs, and the parts of warp_specialize: threads of which one runs at a time. The turn goes to one drawn at random
-    wherever somebody waits, and now and then at a store. The threads of one program are one, so its own races are not seen.
+    wherever somebody waits, and now and then at a store. The threads of one program are one, so its own races are not seen,
+    but for those of copies and products with one another, see imitated_shared.
+  - Dependent launches: the kernel before ends at some time; griddepcontrol.wait waits for that, and what is touched ahead of it
+    raises TooEarly.
   - Words: the waits that persistent_words writes in PTX, read from that text: which addresses, under which guards.
 """
 
@@ -15,146 +18,21 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import random
 import re
-import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from imitated_shared import Barrier, Barriers, Descriptor, Groups, Places, Shared, Turns, of_thread
 from imitated_values import LAYOUT, Memory, OutOfBounds, Sparse, T, pair, plain, value_of
 from triton.runtime.jit import JITFunction
 
 LOST_BITS = 0x7FFF7FFF  # of a wait that gave up
-_of_thread = threading.local()
 
 
-# --- turns
-
-
-class Turns:
-    """Threads of which one runs at a time."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng, self.alive = random.Random(seed), dict[int, threading.Semaphore]()
-        self.threads: list[threading.Thread] = []
-        self.failed: BaseException | None = None
-
-    def begin(self, program: int, run: Callable[[], Any]) -> int:
-        me = len(self.threads)
-        self.alive[me] = threading.Semaphore(0)
-        thread = threading.Thread(target=self._thread, args=(me, program, run))
-        self.threads.append(thread)
-        thread.start()
-        return me
-
-    def _thread(self, me: int, program: int, run: Callable[[], Any]) -> None:
-        _of_thread.me, _of_thread.program = me, program
-        self.alive[me].acquire()
-        try:
-            if self.failed is None:
-                run()
-        except BaseException as error:
-            self.failed = self.failed or error
-        del self.alive[me]
-        self.next()
-
-    def next(self) -> None:
-        if self.alive:
-            self.alive[self.rng.choice(sorted(self.alive))].release()
-
-    def pass_on(self) -> None:
-        own = self.alive[_of_thread.me]
-        self.next()
-        own.acquire()
-        if self.failed is not None:
-            raise RuntimeError("another program failed") from self.failed
-
-    def until(self, there: Callable[[], Any], most: int = 200_000) -> None:
-        for _ in builtins.range(most):
-            if there():
-                return
-            self.pass_on()
-        raise RuntimeError("a wait without a bound does not end")
-
-    def run(self) -> None:
-        self.next()
-        for thread in self.threads:  # it grows while this goes on
-            thread.join()
-        if self.failed is not None:
-            raise self.failed
-
-
-# --- shared memory and its barriers
-
-
-class Shared:
-    def __init__(self, v: torch.Tensor) -> None:
-        self.v, self.dtype = v, v.dtype
-
-    def index(self, i: Any) -> Shared:
-        if not 0 <= int(i) < len(self.v):
-            raise OutOfBounds(f"[{int(i)}] of {len(self.v)} in shared memory")
-        return Shared(self.v[int(i)])
-
-    def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.v.permute(order))
-
-    def slice(self, start: int, length: int, dim: int) -> Shared:
-        return Shared(self.v.narrow(dim, start, length))
-
-    def store(self, value: T) -> None:
-        assert value.v.dtype == self.dtype
-        assert value.v.shape == self.v.shape
-        self.v.copy_(value.v)
-
-    def load(self, layout: Any = None) -> T:
-        return T(self.v.clone())
-
-
-class Barrier:
-    def __init__(self) -> None:
-        self.count = self.left = self.bytes = self.phases = 0
-
-    def expect(self, size: int, pred: Any = True) -> None:
-        if pred:
-            self.step(1, size)
-
-    def step(self, arrivals: int, more_bytes: int) -> None:
-        self.left, self.bytes = self.left - arrivals, self.bytes + more_bytes
-        assert self.left >= 0
-        if self.left == self.bytes == 0:
-            self.phases, self.left = self.phases + 1, self.count
-
-    def init(self, count: int) -> None:
-        self.count = self.left = count
-
-
-class Barriers(list):
-    def index(self, i: Any) -> Barrier:  # type: ignore[override]
-        return self[int(i)]
-
-
-class Descriptor:
-    """A two-dimensional tensor, copied in blocks; zeros behind the last column."""
-
-    layout = LAYOUT
-
-    def __init__(self, made: Any) -> None:
-        self.v, self.block, self.dtype = made.base, made.block_shape, made.base.dtype
-        self.block_type = types.SimpleNamespace(nbytes=self.block[0] * self.block[1] * self.dtype.itemsize)
-
-    def copy(self, at: list[Any], barrier: Barrier, to: Shared, pred: Any = True) -> None:
-        if not pred:
-            return
-        row, column = (int(i) for i in at)
-        if not (0 <= row <= self.v.shape[0] - self.block[0] and 0 <= column < self.v.shape[1]):
-            raise OutOfBounds(f"a block at {row}, {column} of {tuple(self.v.shape)}")
-        block = self.v[row : row + self.block[0], column : column + self.block[1]]
-        to.v.zero_()
-        to.v[:, : block.shape[1]] = block
-        barrier.step(0, -self.block_type.nbytes)
+class TooEarly(Exception):
+    """A dependent launch touches what the kernel before may not have written yet."""
 
 
 # --- the language
@@ -168,14 +46,25 @@ class Language:
     uint64, num_warps = torch.uint64, staticmethod(lambda: 4)
     constexpr = SliceLayout = BlockedLayout = NVMMADistributedLayout = SwizzledSharedLayout = LAYOUT
 
-    def __init__(self, programs: int, seed: int, instead: dict[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self, programs: int, seed: int, instead: dict[str, Any], dependent: bool, early: Collection[str] | None
+    ) -> None:
         self.memory, self.turns, self.programs, self.instead = Memory(), Turns(seed), programs, instead
+        self.places, self.early = Places(), early if dependent else None
+        self.before_ended, self.waited = not dependent, set[int]()  # the kernel before; threads that have waited for its end
+        if dependent:
+            self.turns.coming.append(lambda: setattr(self, "before_ended", True))
         self._made: dict[Any, Callable[..., Any]] = {}
         self.mbarrier = types.SimpleNamespace(
-            MBarrierLayout=LAYOUT, init=lambda b, count: b.init(count), arrive=lambda b, count, pred=True: b.step(count, 0) if pred else None,
-            expect=Barrier.expect, wait=lambda b, phase: self.turns.until(lambda: b.phases & 1 != int(phase)),
-        )  # fmt: skip
+            MBarrierLayout=LAYOUT, init=Barrier.init, arrive=Barrier.arrive, expect=Barrier.expect, wait=Barrier.wait
+        )
         self.tma = types.SimpleNamespace(async_copy_global_to_shared=Descriptor.copy)
+
+    def whole_program(self, run: Callable[[], Any]) -> None:
+        """What ends before the kernel before has lets the next kernel go on, though that one's results may not be there."""
+        run()
+        if not self.before_ended or (self.early is not None and of_thread.me not in self.waited):
+            raise TooEarly("a program ends without having waited for the kernel before")
 
     def python(self, kernel: JITFunction) -> Callable[..., Any]:
         """The kernel's Python, which sees this language where the kernel sees Gluon."""
@@ -186,8 +75,10 @@ class Language:
                 names[name] = self.python(value) if isinstance(value, JITFunction) else getattr(value, "value", value)
             names |= {"gl": self, "tl": self, "range": self.range, "mbarrier": self.mbarrier, "tma": self.tma}
             nothing = dict.fromkeys(("barrier", "fence_async_shared"), lambda: None)
-            names |= nothing | {"warpgroup_mma": self.mma, "warpgroup_mma_wait": lambda n, deps: deps}
-            names |= {name: instead for name, instead in self.instead.items() if name in names}
+            names |= nothing | {"warpgroup_mma": Groups.mma, "warpgroup_mma_wait": Groups.wait}
+            for name, instead in self.instead.items():
+                if name in names:
+                    names[name] = self.python(instead) if isinstance(instead, JITFunction) else instead
         return self._made[kernel]
 
     def range(self, *bounds: Any) -> Any:
@@ -196,27 +87,32 @@ class Language:
     static_range = staticmethod(builtins.range)
 
     def program_id(self, axis: int) -> T:
-        return T(torch.tensor(_of_thread.program, dtype=torch.int32))
+        return T(torch.tensor(of_thread.program, dtype=torch.int32))
 
     def num_programs(self, axis: int) -> T:
         return T(torch.tensor(self.programs, dtype=torch.int32))
 
     def warp_specialize(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
         (first, args), *others = parts
-        begun = [self.turns.begin(_of_thread.program, lambda f=f, a=a: f(*a)) for f, a in others]
+        begun = [self.turns.begin(of_thread.program, lambda f=f, a=a: f(*a)) for f, a in others]
+        self.waited |= set(begun if of_thread.me in self.waited else ())
         first(*args)
         self.turns.until(lambda: not any(i in self.turns.alive for i in begun))
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype == torch.int64:
-            return Barriers(Barrier() for _ in builtins.range(shape[0]))
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
-
-    @staticmethod
-    def mma(a: Shared, b: Shared, acc: T, is_async: bool = True) -> T:
-        return T(acc.v + a.v.float() @ b.v.float())
+            return Barriers(Barrier(self.turns) for _ in builtins.range(shape[0]))
+        return Shared(torch.full(shape, float("nan"), dtype=dtype), self.places)
 
     # memory
+
+    def _find(self, address: torch.Tensor, element: torch.dtype) -> tuple[Any, torch.Tensor]:
+        """What memory.find gives, for a thread that may touch it by now."""
+        if self.early is not None and of_thread.me not in self.waited:
+            name = self.memory.name(address)
+            if name not in self.early:
+                raise TooEarly(f"{name} is touched ahead of griddepcontrol.wait")
+        return self.memory.find(address, element)
 
     def load(self, at: T, mask: Any = None, other: Any = None, cache_modifier: str = "") -> T:
         assert at.element is not None
@@ -224,7 +120,7 @@ class Language:
         elsewhere = other if other is not None else float("nan") if at.element.is_floating_point else -1
         out = torch.full(at.v.shape, elsewhere, dtype=at.element)
         if here.any():
-            tensor, index = self.memory.find(at.v[here], at.element)
+            tensor, index = self._find(at.v[here], at.element)
             out[here] = tensor.get(index)
         return T(out)
 
@@ -233,11 +129,12 @@ class Language:
         if turn and self.turns.rng.random() < 1 / 16:
             self.turns.pass_on()
         values = value_of(value, at.element).to(at.element)
-        shape = torch.broadcast_shapes(at.v.shape, values.shape)
+        shape = at.v.shape if values.shape in (at.v.shape, ()) else torch.broadcast_shapes(at.v.shape, values.shape)
         here = torch.ones(shape, dtype=torch.bool) if mask is None else value_of(mask).expand(shape)
         if here.any():
-            tensor, index = self.memory.find(at.v.expand(shape)[here], at.element)
+            tensor, index = self._find(at.v.expand(shape)[here], at.element)
             tensor.put(index, values.expand(shape)[here])
+            self.turns.changed()
 
     def _atomic(self, change: Callable[[Any, Any], Any]) -> Callable[..., T]:
         def run(at: T, value: Any, mask: Any = None, sem: str = "acq_rel", scope: str = "gpu") -> T:
@@ -255,10 +152,14 @@ class Language:
     atomic_xchg = property(lambda self: self._atomic(lambda old, value: value.expand(old.shape)))
 
     def inline_asm_elementwise(self, text: str, operands: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
-        if "leave L2 first" in text or "griddepcontrol" in text:  # a mark for the assembler; launches come one after the other
+        if "griddepcontrol.wait" in text:
+            self.turns.until(lambda: self.before_ended)
+            self.waited.add(of_thread.me)
+            return None
+        if "leave L2 first" in text or "griddepcontrol.launch_dependents" in text:  # a mark for the assembler; nobody's to see
             return None
         if "prefetch" in text:
-            self.memory.find(args[0].v, torch.bfloat16)
+            self._find(args[0].v, torch.bfloat16)
             return None
         if "ld.relaxed.gpu.global.v2.b64" in text:
             return self._look(text, args)
@@ -278,7 +179,7 @@ class Language:
         return T(word[0].to(torch.int32)) if self._wait(again, lost, patience) else self._lost(seen.v)
 
     def _read(self, address: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        tensor, index = self.memory.find(address, dtype)
+        tensor, index = self._find(address, dtype)
         return tensor.get(index)
 
     @staticmethod
@@ -286,16 +187,21 @@ class Language:
         return T(torch.full(like.shape, LOST_BITS, dtype=torch.int32))
 
     def _wait(self, look: Callable[[], Any], lost: T, patience: T) -> bool:
+        """Whether what `look` wants came; a Deadlock where nobody is left to bring it, however patient this thread is."""
+        gave_up, at = self._find(lost.v, torch.int32)
         for n in builtins.range(1, int(patience) + 1):
             if look():
                 return True
             if n == int(patience):
                 break
-            if n % 256 == 0 and int(self._read(lost.v, torch.int32)):
+            if not int(gave_up.get(at)):
+                self.turns.look_again()
+                continue
+            if n % 256 == 0:
                 return False
             self.turns.pass_on()
-        tensor, index = self.memory.find(lost.v, torch.int32)
-        tensor.put(index, tensor.get(index) + 1)
+        gave_up.put(at, gave_up.get(at) + 1)
+        self.turns.changed()
         return False
 
     def _look(self, text: str, args: list[Any]) -> tuple[T, ...]:
@@ -353,18 +259,19 @@ class Language:
 
 
 class Imitation:
-    """A kernel, launched as Triton launches it. `seed`: who is next where programs wait for one another. `instead`: what stands
-    in for functions that the kernel calls, by their names."""
+    """A kernel, launched as Triton launches it. `seed`: who is next where programs wait for one another. `early`: the tensors
+    that a dependent launch may touch ahead of griddepcontrol.wait; None: any. `instead`: what stands in for functions that the
+    kernel calls, by their names."""
 
-    def __init__(self, kernel: JITFunction, seed: int = 0, **instead: Callable[..., Any]) -> None:
-        self.kernel, self.seed, self.instead = kernel, seed, instead
+    def __init__(self, kernel: JITFunction, seed: int = 0, early: Collection[str] | None = None, **instead: Any) -> None:
+        self.kernel, self.seed, self.early, self.instead = kernel, seed, early, instead
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(
             *args: Any, num_warps: int = 4, launch_cooperative_grid: bool = False, launch_pdl: bool = False, **named: Any
         ) -> None:
             self.seed += 1
-            language = Language(grid[0], self.seed, self.instead)
+            language = Language(grid[0], self.seed, self.instead, launch_pdl, self.early)
             signature = inspect.signature(self.kernel.fn)
             bound = signature.bind(*args, **named).arguments
             for name, value in bound.items():
@@ -372,7 +279,7 @@ class Imitation:
                     bound[name] = self._argument(language, name, value)
             run = language.python(self.kernel)
             for program in range(grid[0]):
-                language.turns.begin(program, lambda: run(**bound))
+                language.turns.begin(program, lambda: language.whole_program(lambda: run(**bound)))
             language.turns.run()
 
         return launch

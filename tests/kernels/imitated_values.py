@@ -68,11 +68,18 @@ class Memory:
         self.tensors.append((name, tensor if isinstance(tensor, Sparse) else Dense(tensor)))
         return T(torch.tensor(len(self.tensors) * FAR + HALF), tensor.dtype)
 
+    def _which(self, address: torch.Tensor) -> int:
+        first = int(address.flatten()[0])
+        if not 1 <= first // FAR <= len(self.tensors):
+            raise OutOfBounds(f"address {first:#x} is of no tensor")
+        return first // FAR
+
+    def name(self, address: torch.Tensor) -> str:
+        return self.tensors[self._which(address) - 1][0]
+
     def find(self, address: torch.Tensor, element: torch.dtype) -> tuple[Any, torch.Tensor]:
         """The tensor in which all of these addresses lie, and where in it."""
-        which = int(address.flatten()[0]) // FAR
-        if not 1 <= which <= len(self.tensors):
-            raise OutOfBounds(f"address {int(address.flatten()[0]):#x} is of no tensor")
+        which = self._which(address)
         name, tensor = self.tensors[which - 1]
         offset = address - (which * FAR + HALF)
         index = torch.div(offset, element.itemsize, rounding_mode="floor")
@@ -108,12 +115,27 @@ def _fits(wide: torch.Tensor) -> torch.Tensor:
     return wide.to(torch.int32)
 
 
+def _number(x: Any) -> int | None:
+    """A scalar of 32 bits as Python's, whose arithmetic costs far less than a tensor's."""
+    if isinstance(x, T):
+        return x.v.item() if x.v.dtype == torch.int32 and x.v.ndim == 0 else None  # type: ignore[return-value]
+    return x if type(x) is int else None
+
+
+def _of_32_bits(i: int) -> torch.Tensor:
+    if not -(1 << 31) <= i < 1 << 31:
+        raise OverflowError(f"{abs(i)} does not fit in 32 bits")
+    return torch.tensor(i, dtype=torch.int32)
+
+
 def _arithmetic(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], T]:
     def run(a: Any, b: Any) -> T:
         if isinstance(b, T) and b.element is not None:
             a, b = b, a
         if isinstance(a, T) and a.element is not None:
             return T(op(a.v, value_of(b).to(torch.int64) * a.element.itemsize), a.element)
+        if (i := _number(a)) is not None and (j := _number(b)) is not None:
+            return T(_of_32_bits(op(i, j)))
         x, y = pair(a, b)
         return T(_fits(op(x.long(), y.long())) if x.dtype == torch.int32 else op(x, y))
 

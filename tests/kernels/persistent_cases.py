@@ -13,6 +13,14 @@ from pdlab.kernels.ops import LayerWeights, NormWeights, RopeTable
 from pdlab.kernels.persistent_decode import WRAP
 from pdlab.kernels.reference import ReferenceOps
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"hidden": 256, "heads": 4, "kv_heads": 2, "dim": 64, "ffn": 640},
+    "llama-1b": {"hidden": 2048, "heads": 32, "kv_heads": 8, "dim": 64, "ffn": 8192},
+    "llama-3-8b": {"hidden": 4096, "heads": 32, "kv_heads": 8, "dim": 128, "ffn": 14336},
+    "llama-2-7b": {"hidden": 4096, "heads": 32, "kv_heads": 32, "dim": 128, "ffn": 11008},
+}
+TOLERANCE = 2.5e-2  # q, u, x and y of every layer are rounded to 8 bits, by the plain operations too
+
 
 @dataclass
 class StackCase:
@@ -81,6 +89,13 @@ class StackCase:
         return DecodeStack(layers, **heads, programs=self.programs, tile=StackTile(**(self.tile or {})))
 
 
+def on_device(shape: str, **more: Any) -> StackCase:
+    """A case of a real model's sizes, a program for each multiprocessor."""
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    settings = {"programs": programs, "page": 16, "dtype": "bfloat16", "device": "cuda"}
+    return StackCase(**SHAPES[shape] | settings | more)
+
+
 def at_length(view: KVView, length: int) -> KVView:
     """The same buffers, which now describe a request of `length` tokens; 0: nobody's, as a graph's rows that fill it up are."""
     last = max(length - 1, 0)
@@ -91,6 +106,23 @@ def at_length(view: KVView, length: int) -> KVView:
     view.positions.fill_(last)
     view.slots.fill_(slot)
     return replace(view, host_lens=((1, length),))
+
+
+def leave_nothing_else(view: KVView, length: int) -> None:
+    """NaN wherever the cache holds nothing of a request of `length` tokens yet, the newest one's place included."""
+    page = view.page_size
+    t = torch.arange(length - 1, device=view.k.device)
+    slots = view.base + t if view.kind == "extent" else view.block_table[0, t // page].long() * page + t % page
+    for cache in (view.k, view.v):
+        kept = cache[:, slots // page, :, slots % page].clone()
+        cache.fill_(float("nan"))
+        cache[:, slots // page, :, slots % page] = kept
+
+
+def apart(mine: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest difference as a share of the largest value; infinite where one is NaN."""
+    worst = float((mine.double() - right.double()).abs().max() / right.double().abs().max())
+    return worst if worst == worst else float("inf")
 
 
 def exact(x: torch.Tensor, layers: list[LayerWeights], rope: RopeTable, view: KVView) -> torch.Tensor:
@@ -117,8 +149,7 @@ def stack_errors(case: StackCase) -> dict[str, float]:
         view.v.copy_(v)
         got = stack(x, rope, view)
         for name, mine, right in (("x", got, wanted), ("k", view.k, k_wanted), ("v", view.v, v_wanted), ("input", x, before)):
-            worst = float((mine.double() - right.double()).abs().max() / right.double().abs().max())
-            found[name] = max(found.get(name, 0.0), worst if worst == worst else float("inf"))
+            found[name] = max(found.get(name, 0.0), apart(mine, right))
         found["counters"] += float(stack.count.abs().sum() + stack.failed.abs().sum())
     return found
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import pdlab.kernels  # noqa: E402
-from pdlab.bench.ring_tiles import attention_ways  # noqa: E402
 
 Job = tuple[str, tuple[int, int], int, int]  # kind, capability, head size, query tokens (ring: heads of a group)
 SHIPPED: list[Job] = [(kind, capability, head, tokens) for capability in ((8, 0), (8, 9), (9, 0)) for head in (64, 128)
@@ -26,17 +24,12 @@ RARE: list[Job] = [(kind, capability, head, tokens) for capability in ((8, 0), (
         for kind, head, tokens in (("decode", 256, 1), ("prefill", 256, 4096), ("decode", 80, 1), ("prefill", 80, 256),
                                    ("decode", 128, 4), ("decode", 64, 16), ("ring", 128, 7), ("ring", 64, 1))]  # fmt: skip
 
-# what the sweep of whole steps tries: segments that one program takes whole
-RARE += [(json.dumps({"kind": "decode_ring", "head_dim": head, **asdict(tile)}), (9, 0), head, 4)
-         for head in (64, 128) for tile in attention_ways(head).values()]  # fmt: skip
-
 
 def _of_the_table(name: str, capability: tuple[int, int]) -> list[Job]:
     """A job for each kernel that a shipped table names, but for the warp-specialized prefill kernels, which have their own."""
     entries = json.loads((Path(pdlab.kernels.__file__).parents[2] / "data" / "tuning" / f"{name}.json").read_text())
     kept = [e for e in entries.get("attention_tiles", []) if e["kind"] in ("decode", "decode_ring", "prefill")]
-    kept += entries.get("decode_rings", [])
-    bounds = ("rows", "kv_heads", "max_batch", "max_kv", "max_rows", "max_queries", "min_queries", "group", "least")
+    bounds = ("max_batch", "max_kv", "max_rows", "max_queries", "min_queries", "group", "least")
     tiles = dict.fromkeys(json.dumps({k: v for k, v in e.items() if k not in bounds}, sort_keys=True) for e in kept)
     found: list[Job] = []
     for text in tiles:

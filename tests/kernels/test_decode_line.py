@@ -28,12 +28,11 @@ PER_PIECE = gl.constexpr(6)
 
 @gluon.jit
 def cut_kernel(
-    LENS, CU_Q, PIECES, SHARE, batch, few, least, whole,
-    KV_HEADS: gl.constexpr, BLOCK_N: gl.constexpr, BATCH_PAD: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    ROOM: gl.constexpr,
+    LENS, CU_Q, PIECES, SHARE, batch, few, least,
+    KV_HEADS: gl.constexpr, BLOCK_N: gl.constexpr, BATCH_PAD: gl.constexpr, EARLY: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
     """PIECES [programs, ROOM, PER_PIECE], as the kernel walks its stretch."""
-    line, _q_first, cut = line_of(LENS, CU_Q, batch, few, least, whole, KV_HEADS, BLOCK_N, BATCH_PAD, EARLY, 4, WHOLE)
+    line, _q_first, cut = line_of(LENS, CU_Q, batch, few, least, KV_HEADS, BLOCK_N, BATCH_PAD, EARLY, 4)
     tile, stop, share = cut
     gl.store(SHARE, share)
     to = PIECES + gl.program_id(0) * (ROOM * PER_PIECE)
@@ -61,14 +60,14 @@ class Piece:
 
 
 def cut(
-    lens: list[int], queries: list[int], kv_heads: int, programs: int, few: int, least: int, whole: int, early: bool = True
+    lens: list[int], queries: list[int], kv_heads: int, programs: int, few: int, least: int, early: bool = True
 ) -> tuple[list[Piece], int]:
     """Every program's pieces, and the share of each on the line."""
     found, share = torch.full((programs, MOST, 6), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     first = torch.tensor([0, *queries]).cumsum(0).int()
     constants: dict[str, Any] = {"KV_HEADS": kv_heads, "BLOCK_N": BLOCK, "BATCH_PAD": 32, "EARLY": early, "ROOM": MOST}
     Imitation(cut_kernel)[(programs,)](
-        torch.tensor(lens, dtype=torch.int32), first, found, share, len(lens), few, least, whole, WHOLE=whole > 0, **constants
+        torch.tensor(lens, dtype=torch.int32), first, found, share, len(lens), few, least, **constants
     )
     return [Piece(p, *row) for p in range(programs) for row in found[p].tolist() if row[0] >= 0], int(share)
 
@@ -85,15 +84,14 @@ QUERIES = st.sampled_from([1, 1, 1, 0, 5])
     programs=st.sampled_from([1, 2, 5, 33]),
     few=st.sampled_from([1, 5, 33]),
     least=st.sampled_from([2, 8]),
-    whole=st.sampled_from([0, 1, 2, 4, 1000]),
     early=st.booleans(),
 )
-@example(requests=[(700, 1)] * 7, kv_heads=1, programs=5, few=5, least=8, whole=4, early=True)  # two segments for some
+@example(requests=[(700, 1)] * 7, kv_heads=1, programs=5, few=5, least=8, early=True)  # two segments for some
 def test_every_tile_of_every_single_query_is_taken_once_and_parts_find_one_another(
-    requests: list[tuple[int, int]], kv_heads: int, programs: int, few: int, least: int, whole: int, early: bool
+    requests: list[tuple[int, int]], kv_heads: int, programs: int, few: int, least: int, early: bool
 ) -> None:
     lens, queries = [n for n, _ in requests], [q for _, q in requests]
-    pieces, share = cut(lens, queries, kv_heads, programs, few, least, whole, early)
+    pieces, share = cut(lens, queries, kv_heads, programs, few, least, early)
     segments: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         segments[piece.request, piece.head].append(piece)
@@ -112,13 +110,5 @@ def test_every_tile_of_every_single_query_is_taken_once_and_parts_find_one_anoth
         assert sum(p.count < p.held for p in pieces if p.program == program) <= 2
 
 
-@pytest.mark.parametrize(("whole", "parts"), [(0, 8), (1, 8), (3, 2), (4, 2), (8, 1), (1000, 1)])
-def test_segments_of_one_length_are_cut_in_pieces_of_so_many_tiles_at_least(whole: int, parts: int) -> None:
-    """Eight tiles each of two KV heads; with more programs than tiles, whose number then decides nothing."""
-    pieces, _ = cut([512], [1], 2, 33, 33, 8, whole, early=False)
-    assert [sum(p.head == head for p in pieces) for head in (0, 1)] == [parts, parts]
-    assert {p.count for p in pieces} == {8 // parts}
-
-
 def test_where_no_request_has_a_single_query_nobody_has_work() -> None:
-    assert cut([700, 64], [5, 0], 2, 5, 5, 8, 4)[0] == []
+    assert cut([700, 64], [5, 0], 2, 5, 5, 8)[0] == []

@@ -13,8 +13,6 @@ from pdlab.core.config import EngineConfig, SamplingParams
 pytest.importorskip("triton")
 from fused_cases import Case, errors, make_ops, sampling_case
 
-from pdlab.kernels.fused_ops import FusedOps
-from pdlab.kernels.product_tiles import RingTile
 from pdlab.kernels.projection_sample import LOGITS
 from pdlab.kernels.reference_sampling import sample_from_logits
 from pdlab.llm import LLM
@@ -61,48 +59,6 @@ def test_one_row_by_a_ring_samples_the_tokens_of_the_oracle() -> None:
         row = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
         oracle = sample_from_logits(ops._project(row, head, LOGITS, here), here).tokens
         assert torch.equal(ops.projection_sample(row, head, here).tokens, oracle)
-
-
-@pytest.mark.parametrize("run", [1, 2, 3])
-def test_drawn_tiles_give_what_given_ones_give_launch_after_launch(run: int) -> None:
-    """One row's operations, whose kernels are resident side by side and share a counter: launched, and replayed by a graph."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("rings of weights need compute capability 9.0")
-    case = Case(tokens=1, page=16, dtype="bfloat16", device="cuda", **SHAPES["llama-2-7b"])
-    x, w, rope, view, more = case.make()
-    for cache in (view.k, view.v):
-        cache.zero_()
-    row, head, sampling = sampling_case(0, 1, 32000, case.hidden, torch.bfloat16, "cuda")
-    sampling = replace(sampling, temperature=torch.full_like(sampling.temperature, 0.9))
-    products = {"norm_qkv_rope": w.qkv, "out_residual": w.out, "norm_mlp_up": w.up, "down_residual": w.down}
-    products["projection_sample"] = head.proj
-
-    def step(ops: FusedOps) -> list[torch.Tensor]:
-        q = ops.norm_qkv_rope(x, w, rope, view)
-        out = ops.out_residual(more["attn"], x, w)
-        up = ops.norm_mlp_up(out, w)
-        down = ops.down_residual(up, out, w)
-        logits = ops._project(row, head, LOGITS, sampling)
-        return [q, out, up, down, logits, ops.projection_sample(row, head, sampling).tokens, view.k, view.v]
-
-    given, drawing = make_ops(case), make_ops(case)
-    for op, weight in products.items():
-        given.ring_tiles[op, *weight.shape] = RingTile(2, 2)
-        drawing.ring_tiles[op, *weight.shape] = RingTile(2, 2, draw=run)
-        assert drawing.rings._grid(weight, RingTile(2, 2, draw=run))[2] > 0, f"{op} draws"
-    right = [part.clone() for part in step(given)]
-    for _ in range(3):  # the first compiles, so it is nobody's neighbour
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(step(drawing), right))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step(drawing)
-    for _ in range(20):
-        for part in found:
-            part.zero_()
-        for _ in range(10):
-            graph.replay()
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, right))
-        assert int(drawing.drawn) == 0
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 100, 128, 200, 300])

@@ -59,7 +59,7 @@ def check(found: dict[str, Any]) -> None:
 def test_the_shipped_tile_compiles_without_spills_and_fits(compile_environment: dict[str, str]) -> None:
     for found in compiled([("llama-1b", True, {})], compile_environment):
         check(found)
-        assert found["acquires"] == 0, "nothing is counted"
+        assert found["acquires"] == 1, "u is counted, and nothing else"
 
 
 @pytest.mark.slow
@@ -67,9 +67,9 @@ def test_other_models_tiles_and_extents_compile_without_spills_and_fit(compile_e
     jobs = [("llama-1b", False, {"panels": 2}), ("llama-2-7b", True, {}), ("llama-3-8b", True, {})]
     for found in compiled(jobs, compile_environment):
         check(found)
-    (counted,) = compiled([("llama-1b", True, {"u_words": False})], compile_environment)
-    check(counted)
-    assert counted["acquires"] == 1
+    (in_words,) = compiled([("llama-1b", True, {"u_words": True})], compile_environment)
+    check(in_words)
+    assert in_words["acquires"] == 0, "nothing is counted"
 
 
 @pytest.mark.parametrize("length", [128, 256, 688, 40, 16])
