@@ -7,7 +7,7 @@ kernel that does not; and what comes behind the stack reads what the stack write
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from fused_cases import sampling_case
-from persistent_cases import TOLERANCE, StackCase, apart, at_length, exact
+from persistent_cases import TOLERANCE, apart, at_length, exact
 from persistent_cases import on_device as case
 
 from pdlab.kernels.product_tiles import RingTile
@@ -54,7 +54,7 @@ def late_writer(X, NEW_X, NUMBERS, NEW_NUMBERS, K, NEW_K, V, NEW_V, elements, ro
         tl.store(NUMBERS + n, tl.load(NEW_NUMBERS + n))
 
 
-@pytest.mark.parametrize("rounds", [0, 3000, 30000])
+@pytest.mark.parametrize("rounds", [1, 3000, 30000])
 @U_WORDS
 def test_x_the_cache_and_the_tokens_place_are_read_when_the_kernel_before_has_written_them(u_words: bool, rounds: int) -> None:
     here = case("small", length=333, tile={"u_words": u_words})
@@ -62,7 +62,7 @@ def test_x_the_cache_and_the_tokens_place_are_read_when_the_kernel_before_has_wr
     numbers = torch.tensor([int(view.positions), int(view.slots), int(view.seq_lens), 0], device="cuda")
     late, late_x = torch.zeros_like(numbers), torch.full_like(x, 7.0)
     # lengths are i32: the low half of the third number
-    now = type(view)(**vars(view) | {"positions": late[0:1], "slots": late[1:2], "seq_lens": late.view(torch.int32)[4:5]})
+    now = replace(view, positions=late[0:1], slots=late[1:2], seq_lens=late.view(torch.int32)[4:5])
     k, v = view.k.clone(), view.v.clone()
     stack, blocks = here.stack(layers), triton.cdiv(k.numel(), 1024)
 
@@ -105,15 +105,10 @@ def both_ways(step: Callable[[], list[torch.Tensor]], times: int = 50) -> None:
             assert torch.equal(out, right)
 
 
-class Idle:
+def idle() -> None:
     """Waits for the device between launches, but not while a graph is captured."""
-
-    def __call__(self) -> None:
-        if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()
-
-
-idle = Idle()
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
 
 
 @U_WORDS
@@ -128,18 +123,18 @@ def test_two_stacks_that_take_turns_read_one_anothers_streams(u_words: bool) -> 
         for i in (0, 1, 1, 0, 1, 0):
             idle()
             _, _, rope, view = made[i]
-            outs.append(x := stacks[i](x / x.abs().max() if x.abs().max().isnan() is None else x, rope, view))
+            outs.append(x := stacks[i](x, rope, view))
         return outs
 
     both_ways(step)
     assert [int(stack.failed) for stack in stacks] == [0, 0]
 
 
-@pytest.mark.parametrize("programs", [1, 20, 100, None])
+@pytest.mark.parametrize("programs", [2, 20, 100, None])
 @U_WORDS
 def test_launches_that_leave_multiprocessors_idle_do_not_overtake_one_another(programs: int | None, u_words: bool) -> None:
     """Where there is room the next launches are all there at once, and read the stream of the one before."""
-    more = {} if programs is None else {"programs": max(2, programs)}
+    more = {} if programs is None else {"programs": programs}
     here = case("small", length=333, tile={"u_words": u_words}, **more)
     x, layers, rope, view = here.make()
     stack = here.stack(layers)
@@ -228,14 +223,14 @@ def test_a_graph_that_begins_with_the_stack_is_right_replay_after_replay_at_chan
             graph.replay()
         found.append((out.clone(), exact(x, layers, rope, now)))
     assert max(apart(*pair) for pair in found) < TOLERANCE
-    assert int(stack.epoch) == (2 + 60) * (len(layers) + 1) - (len(layers) + 1)
+    assert int(stack.epoch) == 61 * (len(layers) + 1), "a launch of its own and sixty replays"
     assert int(stack.failed) == 0
 
 
 def test_a_cooperative_launch_gives_what_a_dependent_one_gives() -> None:
-    def of(**tile: Any) -> tuple[StackCase, torch.Tensor]:
-        here = case("llama-1b", length=333, tile=tile)
+    def stream(pdl: bool) -> torch.Tensor:
+        here = case("llama-1b", length=333, tile={"pdl": pdl})
         x, layers, rope, view = here.make()
-        return here, here.stack(layers)(x, rope, view)
+        return here.stack(layers)(x, rope, view)
 
-    assert torch.equal(of(pdl=True)[1], of(pdl=False)[1])
+    assert torch.equal(stream(True), stream(False))

@@ -238,5 +238,5 @@ def test_a_product_that_nobody_waited_for_is_no_value() -> None:
     ids=str,
 )
 def test_bounds_beyond_the_ring_and_a_ring_of_one_stage_hang_and_that_is_noticed(settings: dict[str, int], why: str) -> None:
-    """So DecodeStack passes on none of these: see test_what_would_hang_is_refused."""
+    """What must not come as far as the kernel."""
     assert fails(Deadlock, **settings), why
