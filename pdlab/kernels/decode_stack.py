@@ -41,8 +41,16 @@ class StackTile:
     patience: int = 1 << 18  # looks at words or a counter before a wait gives up: about 0.2 s
     traced: bool = False  # when each program is through with each phase goes to DecodeStack.trace, for measurements
 
+    def __post_init__(self) -> None:
+        """ValueError for what would hang, or give up at the first look."""
+        for name, least in (("panels", 1), ("stages", 0), ("near", 0), ("far", 0), ("patience", 1)):
+            if not least <= getattr(self, name) < 1 << 31:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is {least} or more, and 32 bits")
+        if self.stages == 1:
+            raise ValueError("a ring has two stages or more: one is given back when the products of the next have begun")
+
     def stages_for(self, longest: int) -> int:
-        """`longest`: elements of the longest vector that a product reads."""
+        """`longest`: elements of the longest vector that a product reads. Fewer than 2: there is no ring beside it."""
         return self.stages or min(12 // self.panels, (SHARED - 2 * longest) // (self.panels << 14))
 
 
@@ -87,7 +95,8 @@ class DecodeStack:
         self, layers: list[LayerWeights], *, heads: int, kv_heads: int, head_dim: int, programs: int,
         tile: StackTile | None = None,
     ) -> None:  # fmt: skip
-        """`programs` are all resident at once: no more than there are multiprocessors. Not during a capture: RuntimeError."""
+        """`programs` are all resident at once: ValueError for more than multiprocessors, for fewer than KV heads, and where
+        no ring fits beside the longest vector. Not during a capture: RuntimeError."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # each replay would stack weights that have been given back, and begin epochs again
             raise RuntimeError("a DecodeStack cannot be made while a graph is captured; run the step once before")
@@ -97,7 +106,11 @@ class DecodeStack:
         self.tile, self.programs = tile or StackTile(), programs
         if programs < kv_heads:
             raise ValueError(f"{programs} programs cannot take a KV head each of {kv_heads}")
+        if device.type == "cuda" and programs > (most := torch.cuda.get_device_properties(device).multi_processor_count):
+            # a dependent launch is not refused, as a cooperative one is: those that run would wait for the others in vain
+            raise ValueError(f"{programs} programs are not resident at once on {most} multiprocessors")
         self.hidden, self.ffn = w.qkv.shape[1], w.down.shape[1]
+        ring_of(self.tile, self.hidden, self.ffn, heads * head_dim)  # raises before anything is copied
         self.eps = w.attn_norm.eps, w.mlp_norm.eps
         self.parts = 1 << (min(16, max(1, programs // kv_heads)).bit_length() - 1)  # of a head's cache, at most
         stacked = stack_weights(layers)
@@ -165,27 +178,35 @@ class DecodeStack:
         return kernel_constants(self.tile, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.parts)
 
 
+def ring_of(tile: StackTile, *lengths: int) -> tuple[int, int]:
+    """(panels of a stage, stages) of the ring beside vectors of these lengths; ValueError where there is no room for two."""
+    if any(k % (tile.panels << 10) for k in lengths):  # stages of whole panels
+        tile = replace(tile, panels=1)
+    if (stages := tile.stages_for(max(lengths))) < 2:
+        raise ValueError(f"{stages} stages of {tile.panels} panels fit beside a vector of {max(lengths)}; two are the least")
+    return tile.panels, stages
+
+
 def kernel_constants(
     tile: StackTile, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, parts: int
 ) -> dict[str, int]:
     """The kernel's compile-time arguments, all but the cache's."""
-    lengths = (hidden, ffn, heads * head_dim)
-    tile = tile if all(k % (tile.panels << 10) == 0 for k in lengths) else replace(tile, panels=1)  # stages of whole panels
-    stages = tile.stages_for(max(lengths))
-    places = stages * tile.panels
+    panels, stages = ring_of(tile, hidden, ffn, heads * head_dim)
+    places = stages * panels
     return {
         "HIDDEN": hidden, "FFN": ffn, "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim,
-        "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": tile.panels,
+        "GROUP_PAD": triton.next_power_of_2(heads // kv_heads), "PARTS": parts, "PANELS": panels,
         "STAGES": stages, "IN_WORDS": tile.u_words, "TRACED": tile.traced, "HINT": tile.hint,
-        "NEAR": tile.near or places, "FAR": tile.far or places, "PDL": tile.pdl,
+        # a bound beyond all places would wait for phases that are long over, for ever
+        "NEAR": min(tile.near or places, places), "FAR": min(tile.far or places, places), "PDL": tile.pdl,
     }  # fmt: skip
 
 
 def stack_of(layers: list[LayerWeights], head_dim: int, tile: StackTile | None = None) -> DecodeStack | None:
     """A DecodeStack for these layers on their GPU, a program a multiprocessor; None where the kernel does not take them.
 
-    A program that can be launched at all is resident, one a multiprocessor; where another process has been given some of them
-    the cooperative launch is refused with an error.
+    A program is resident, one a multiprocessor, as soon as what else runs there has left it. Where that takes longer than
+    `patience`, or another kernel keeps a multiprocessor for good, the stream comes out as NaN: see `failed`.
     """
     if not stack_fits(layers, head_dim):
         return None
@@ -239,5 +260,5 @@ def stack_fits(layers: list[LayerWeights], head_dim: int) -> bool:
     hidden, width, ffn = first.qkv.shape[1], first.out.shape[1], first.down.shape[1]
     heads = width // head_dim
     group = heads // max(1, (len(first.qkv) // head_dim - heads) // 2)
-    gated = first.up.shape[0] == 2 * ffn
+    gated = first.up.shape[0] == 2 * ffn and StackTile().stages_for(max(hidden, width, ffn)) >= 2
     return gated and all(k % 128 == 0 for k in (hidden, width, ffn)) and group <= 8 and head_dim in (64, 128)

@@ -35,8 +35,12 @@ A program's share of a product begins where its share of the one before ended, s
 
 A wait is bounded; past its bound it gives NaN, other waits end soon after, the residual stream comes out as NaN, which
 sampling reports as a bad row, and `DecodeStack.failed` counts it. Counters are zero between launches: the last program to
-leave clears them, as nobody can still be looking. The launch is cooperative: the driver refuses a grid that would not be
-resident at once.
+leave clears them, as nobody can still be looking.
+
+All programs have to be resident for any to get on, and nobody makes sure that they are: a dependent launch begins with those
+for which there is room, and the others follow as kernels before or beside it leave their multiprocessors. What comes behind it
+cannot be in the way, it is let begin only when all of these have. So kernels beside it must end within the bound of a wait, and
+two stacks must not run at once. A cooperative launch, for which the driver keeps the room, costs the overlap.
 
 Bytes and floor: the layers' weights and the cached K and V once. Bound: bandwidth. LLaMA 1B: 1.95 GB, 420 us at 4.63 TB/s.
 Hopper only, compiled there and nowhere else. Oracle: reference.ReferenceOps, layer by layer.

@@ -24,7 +24,7 @@ from pdlab.core.config import EngineConfig
 from pdlab.core.errors import ConfigError
 from pdlab.kernels import decode_stack
 from pdlab.kernels import persistent_words as words
-from pdlab.kernels.decode_stack import StackTile, measured_tile, stack_fits, stack_key, stack_weights
+from pdlab.kernels.decode_stack import StackTile, kernel_constants, measured_tile, stack_fits, stack_key, stack_weights
 from pdlab.kernels.fused_ops import FusedOps
 from pdlab.kernels.ops import NormWeights
 from pdlab.kernels.persistent_attention import reads_of, rows_of
@@ -153,6 +153,34 @@ def test_a_program_for_each_kv_head_is_the_least() -> None:
     case = StackCase(hidden=256, heads=4, kv_heads=2, dim=64, ffn=512, dtype="bfloat16")
     with pytest.raises(ValueError, match="KV head"):
         case.stack(case.make()[1])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"panels": 0}, {"stages": 1}, {"stages": -1}, {"near": -1}, {"far": -2}, {"patience": 0}, {"patience": 1 << 31}],
+    ids=str,
+)
+def test_what_would_hang_is_refused(settings: dict[str, int]) -> None:
+    """Beginning with a ring of one stage: test_persistent_ring shows how it hangs."""
+    with pytest.raises(ValueError, match=next(iter(settings)) if settings != {"stages": 1} else "two stages"):
+        StackTile(**settings)
+
+
+def test_bounds_beyond_the_ring_are_all_of_it_and_a_ring_of_fewer_than_two_stages_is_refused() -> None:
+    of = {"hidden": 2048, "ffn": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64, "parts": 16}
+    for tile, places in ((StackTile(stages=3, near=2, far=4), 3), (StackTile(stages=2, panels=2, near=9, far=4), 4)):
+        made = kernel_constants(tile, **of)
+        assert made["STAGES"] * made["PANELS"] == places
+        assert (made["NEAR"], made["FAR"]) == (min(tile.near, places), min(tile.far, places))
+    with pytest.raises(ValueError, match="two are the least"):
+        kernel_constants(StackTile(panels=8), **of | {"hidden": 8192, "ffn": 8192, "heads": 128})
+    with pytest.raises(ValueError, match="two are the least"):
+        kernel_constants(StackTile(), **of | {"ffn": 128 * 800})
+    case = StackCase(hidden=128, heads=2, kv_heads=1, dim=64, ffn=128 * 800, layers=1, dtype="bfloat16")
+    _, layers, _, _ = case.make()
+    assert not stack_fits(layers, 64), "no ring fits beside a vector of 102400"
+    with pytest.raises(ValueError, match="two are the least"):
+        case.stack(layers)
 
 
 def test_weights_are_stacked_once_and_layers_look_into_the_stack() -> None:
