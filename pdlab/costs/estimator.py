@@ -15,6 +15,7 @@ from pdlab.core.errors import ConfigError, MeasurementError
 from pdlab.core.plan import PlanShape
 from pdlab.core.request import Request
 from pdlab.core.trace import TraceRow
+from pdlab.costs.formulas import step_bytes, step_flops
 from pdlab.costs.interface import Estimator
 from pdlab.costs.lengths import OutputLengths
 from pdlab.models.config import ModelConfig
@@ -37,9 +38,9 @@ class RooflineEstimator(Estimator):
         self._decode: tuple[float, float] | None = None
 
     def step_seconds(self, shape: PlanShape) -> float:
-        from pdlab.costs.roofline import step_time
-
-        return step_time(self.model, shape, self.ceilings, self.itemsize).seconds
+        # roofline.step_time(...).seconds without the rest of it: this is asked in every step that the host plans
+        flops, moved = step_flops(self.model, shape).total, step_bytes(self.model, shape, self.itemsize).total
+        return max(flops / self.ceilings.matmul_flops_per_s, moved / self.ceilings.read_bytes_per_s)
 
     def lasting_seconds(self, shape: PlanShape) -> float:
         """What such a step takes at any time: `step_seconds` may follow what the steps just before took."""

@@ -56,7 +56,8 @@ class OpCosts:
 
     @property
     def total(self) -> float:
-        return sum(value for _, value in self.items())
+        here = self.embedding + self.norm_qkv_rope + self.attention + self.out_residual
+        return here + self.norm_mlp_up + self.down_residual + self.projection_sample
 
     def items(self) -> Iterator[tuple[str, float]]:
         return ((name, getattr(self, name)) for name in OPERATIONS)

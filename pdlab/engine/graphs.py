@@ -89,11 +89,13 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 
 def sampling_kind(s: SamplingArrays) -> str:
     """Which part of sampling a graph can hold for these requests."""
-    random = s.temperature > 0
-    filtered = (s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0)
-    if (s.repetition_penalty != 1).any() or (s.logprobs >= 0).any() or (random & filtered).any():
+    if (s.repetition_penalty != 1).any() or (s.logprobs >= 0).any():
         return MODEL
-    return RANDOM if random.any() else GREEDY
+    random = s.temperature > 0
+    if not random.any():
+        return GREEDY  # filters change nothing then
+    filtered = (s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0)
+    return MODEL if (random & filtered).any() else RANDOM
 
 
 def begin(model: Model, d: dict[str, torch.Tensor], last: torch.Tensor) -> torch.Tensor:
@@ -168,7 +170,7 @@ class DecodeGraphs:
         rows = b + plan.pad_tokens
         if not 0 < b == plan.new_tokens == len(plan.sample_rows) or rows > self.sizes[-1]:
             return None
-        if not (plan.sample_rows == np.arange(b)).all():
+        if b > 1 and not (plan.sample_rows == np.arange(b)).all():
             return None
         size = next(n for n in self.sizes if n >= rows)
         shape = StepShape(size, sampling_kind(plan.sampling), plan.kv_kind, self._bound(size, int(plan.context_lens.max())))
