@@ -6,7 +6,7 @@ dependent launch: under it a kernel's time would include waiting for the one bef
 
     kernel_time        us a step of the kernels of one operation (params: operation)
     floor_kernel_time  us: the operation's fewest bytes / read bandwidth of the same run
-    step_time          us of the whole step in a CUDA graph, as the engine runs it
+    step_time          us of the whole step in a CUDA graph, as the engine runs it: where the table says so, as one kernel
     hbm_share          percent of that step in which the memory must be busy: all bytes / read bandwidth / step time
 """
 

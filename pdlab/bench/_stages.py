@@ -50,9 +50,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 BESIDES: dict[str, dict[str, Any]] = {"prefetch": {"weight_prefetch": True}}  # not among what is on by default
 OF_FUSED = ("dependent", "ring", "hints", "persistent")  # techniques of the fused operations, without which they change nothing
-BUILT_ON = {"fused": OF_FUSED, "ring": ("persistent",)}  # what makes no sense without a switch
+# what makes no sense without a switch, or has its own of the kind
+BUILT_ON = {"fused": OF_FUSED, "ring": ("persistent",), "attention": ("persistent",)}
 ORDER = tuple(CHANGES)
 ALL: Switches = frozenset(ORDER)
+BESIDES_WITHOUT: dict[str, Switches] = {"prefetch": ALL - {"persistent"}}  # what each joins: one kernel has none that follows
 
 
 def name_of(switches: Iterable[str]) -> str:
@@ -86,7 +88,7 @@ def without(switch: str) -> Switches:
 
 def left_out() -> list[Switches]:
     """All but one, for each; and all with what is not on by default."""
-    return [without(switch) for switch in ORDER] + [ALL | {switch} for switch in BESIDES]
+    return [without(switch) for switch in ORDER] + [BESIDES_WITHOUT[switch] | {switch} for switch in BESIDES]
 
 
 def make_llm(loaded: Loaded, switches: Iterable[str], *, length: int, batch: int = 1, **more: Any) -> LLM:

@@ -172,7 +172,8 @@ def run(ctx: Context) -> None:
         for name, stream in detailed:
             rival(stream, models[name], who, module)
     for name, stream in detailed:
-        fresh = distinct(stages.alone() + stages.left_out(), [*headline, *stages.waterfall()], on_gpu)
+        done = [*headline, *stages.waterfall()[:-2]]  # but all without the last, which all is compared with here
+        fresh = distinct(stages.alone() + stages.left_out(), done, on_gpu)
         if stream.config.name in _ONE_BY_ONE and fresh and ctx.left() > 0:
             measure_variants(stream, models[name], [*fresh, stages.ALL], 2)
     models.clear()

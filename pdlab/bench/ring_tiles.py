@@ -92,6 +92,8 @@ def _sweep_rings(ctx: Context, loaded: Loaded) -> tuple[str, float]:
     if ms == float("inf"):
         return "", ms
     _step(ctx, loaded, f"{best}, prefetch", RINGS | {"prefetch"}, _sized(loaded, best))
+    if ctx.left() <= 0:
+        return best, ms  # what an unfinished sweep found might be slower than what the table has
     for op, (outputs, k) in shapes(loaded.config).items():
         tile = {n: v for n, v in asdict(ring_ways()[best](op, k)).items() if n not in ("pdl", "hint")}
         entry = {"op": op, "outputs": outputs, "k": k, **tile}
@@ -126,6 +128,8 @@ def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> No
         return _step(ctx, loaded, f"persistent {way}", stages.ALL, prepare, check, tokens=tokens)
 
     fastest, way = min((persistent(way, TOKENS), way) for way in persistent_ways())
+    if fastest == float("inf"):
+        return  # not timed: no reason to forget what the table has
     key = stack_key(loaded.model.layers)
     entry: list[dict[str, Any]] = []
     if fastest < ms:
@@ -134,7 +138,8 @@ def _sweep_persistent(ctx: Context, loaded: Loaded, rings: str, ms: float) -> No
             lambda tokens: _step(ctx, loaded, rings, RINGS, _sized(loaded, rings), tokens=tokens),
         )
         entry = [{**key, "max_kv": _bound(most), **persistent_ways()[way]}]
-    _attention.write_table(ctx, "persistent_decode", entry, key)
+    if ctx.left() > 0:
+        _attention.write_table(ctx, "persistent_decode", entry, key)
 
 
 def _most_tokens(mine: Callable[[int], float], beside: Callable[[int], float]) -> int:

@@ -66,6 +66,13 @@ class Block:
         left; its next turn calls it."""
         self._readers[self.turn] = read
 
+    def settle(self) -> None:
+        """Has every turn read that was not: its step's end is waited for, and what it left is taken."""
+        for turn, read in enumerate(self._readers):
+            if read is not None:
+                read()
+                self._readers[turn] = None
+
     def _fill(self, arrays: dict[str, np.ndarray]) -> None:
         """Begins the next turn: fills the beginning of each named section; others keep an older turn's values."""
         turn = (self.turn + 1) % len(self._blocks)

@@ -5,8 +5,8 @@ plan (NumPy) --one pinned block--> persistent device buffers --> model --> sampl
                                                                                                  next step's decodes
 
 The copy engine carries both ways, but for decode steps in a CUDA graph with fused operations: there the kernels at both ends
-read and write the host's memory themselves, and nothing comes between two graphs but one small kernel. So many steps may be
-unfinished as the block has turns; one more waits for the oldest, and keeps its result for whoever asks later.
+read and write the host's memory themselves, and nothing comes between two graphs but one small kernel. As many steps may be
+unfinished as the block has turns, one more than the engine has; the next waits for the oldest and keeps its result.
 """
 
 from __future__ import annotations
@@ -106,6 +106,9 @@ class TorchExecutor:
                 parts = self._download(self._run(plan))
                 after = self._mark()
         except Exception as error:  # out of memory, a kernel that cannot launch, a bug: this step fails, not the engine
+            if self.on_gpu:
+                with suppress(Exception):  # what was launched of it may still read the memory of its turn
+                    torch.cuda.synchronize(self.device)
             now = self.clock.now()
             failed = StepResult(plan.step, np.zeros(0, np.int64), now, now, error=error)
             return StepHandle(lambda: failed)
@@ -359,6 +362,7 @@ class TorchExecutor:
 
     def reset(self) -> None:
         self.seen.clear()
+        self.block.settle()  # by the time line that their steps began on
         self._anchor = None
         if self.on_gpu:
             with suppress(Exception):  # a device that is lost says so again at the next step, and fails that one
@@ -369,9 +373,7 @@ class TorchExecutor:
         if self._closed:
             return
         self._closed = True
-        if self.on_gpu:
-            with suppress(Exception):  # a device that is lost
-                torch.cuda.synchronize(self.device)  # what is pinned goes to others at once, whatever kernels still do there
+        self.block.settle()  # what is pinned goes to others at once, whatever kernels still do there
         for name in ("graphs", "prefill_graphs", "k", "v", "model", "block", "block_table", "last", "seen", "host_tokens"):
             delattr(self, name)
         self._anchor = None

@@ -132,7 +132,7 @@ class DecodeGraphs:
 
     `buffers` are its persistent device arrays and `view` a KVView over all of their rows; `last[row]` is the token that each
     row sampled last, and its last entry belongs to no request. `scratch` is a slot nobody owns. `any_length`: attention's
-    work depends on the lengths that the device reads, not on the bound `max_kv`, so one graph serves every length. `host`
+    work depends on the lengths that the device reads, so one graph serves every length up to its bound, see `bounds`. `host`
     i64[turns, rows], pinned, or None: where steps that sample in their graph leave their tokens, in row buffers["turn"].
     """
 

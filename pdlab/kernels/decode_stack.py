@@ -239,7 +239,7 @@ def recorded_bounds(tuning: Tuning, layers: list[LayerWeights]) -> tuple[int, ..
 
 
 def recorded_tile(tuning: Tuning, key: dict[str, int], kv: int) -> StackTile | None:
-    """The same for layers of this `stack_key`."""
+    """measured_tile for layers of this `stack_key`."""
     entry = first_match(table(tuning.device).get("persistent_decode", []), **key, kv=kv)
     return StackTile(**{f.name: entry[f.name] for f in fields(StackTile) if f.name in entry}) if entry else None
 

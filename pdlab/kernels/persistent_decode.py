@@ -7,8 +7,10 @@ For each layer, what five fused kernels do in turn (x is the residual stream, [H
 
 As many programs as multiprocessors are resident from beginning to end. Weights depend on nothing, so in each program one warp
 does nothing but copy this program's pieces of all products of all layers, one after the other, into a ring in shared memory
-(192 KB: 25 MB on a whole H200, 5.4 us of reading), and stops only where the ring is full. The other warps multiply what has
-arrived (see ring_product) and wait for one another's results, words in L2 that carry an epoch (see persistent_words):
+(192 KB: 26 MB on a whole H200, 5.6 us of reading), and stops where the ring is full, or where enough is on its way: whatever
+else is read waits behind that, so it is no more than the memory needs to keep its rate, see persistent_products. The other
+warps multiply what has arrived (see ring_product) and wait for one another's results, words in L2 that carry an epoch (see
+persistent_words):
 
     x after W_down, x after W_out, u   all programs for all: each of them reads the whole vector
     q, k and v of a KV head            its parts of the cache, a program each

@@ -40,22 +40,37 @@ WORDS = dict(zip(map(stages.name_of, stages.waterfall()), ("plain PyTorch, launc
 def together(device: str, experiment: str, metric: str, among: Iterable[str] | None = None, **where: Any) -> pd.DataFrame:
     """Recorded rows of a metric that may be compared: for each set of parameters those of one run, the one that holds the most
     variants (of several the newest). Empty where nothing was recorded. Columns as bench.records.frame. A variant that lacks
-    what is no switch any more is left out: it would be shown as that switch's effect.
+    what is no switch any more is left out: it would be shown as that switch's effect. Where a run has a variant several times,
+    the row counts that was recorded together with the most others: those took turns. `ours_then`: the median of `ours` that was
+    recorded together with the row, NaN where none was.
 
     `among`: only these variants count and are returned, so that a run with other comparisons is not preferred for them.
     """
     from pdlab.bench.records import frame
 
-    runs: dict[str, dict[str, dict[str, Any]]] = {}
+    runs: dict[str, dict[str, dict[str, list[Row]]]] = {}  # by parameters, run, and when they were recorded
     wanted = None if among is None else set(among)
     for row in read(device, experiment):
         fits = row.metric == metric and (wanted is None or row.variant in wanted)
         fits = fits and row.ok and all(row.params.get(k) == v for k, v in where.items())
-        switch = row.variant.removeprefix("without_")
-        if fits and (switch == row.variant or switch in stages.ORDER):
-            runs.setdefault(params_json(row.params), {}).setdefault(row.run_id, {})[row.variant] = row
-    chosen = [max(reversed(by_run.values()), key=len) for by_run in runs.values()]
-    return frame(row for variants in chosen for row in variants.values())
+        lacks, _, _ = row.variant.removeprefix("without_").partition("_and_")
+        if fits and (not row.variant.startswith("without_") or lacks in stages.ORDER):
+            of_run = runs.setdefault(params_json(row.params), {}).setdefault(row.run_id, {})
+            of_run.setdefault(str(row.time_utc), []).append(row)
+    several = [
+        [{row.variant: row for turns in sorted(of_run.values(), key=len) for row in turns} for of_run in by_run.values()]
+        for by_run in runs.values()
+    ]
+    chosen = [row for by_run in several for row in max(reversed(by_run), key=len).values()]
+    then = {
+        (row.run_id, str(row.time_utc), params_json(row.params)): row.median
+        for by_run in runs.values() for of_run in by_run.values() for turns in of_run.values() for row in turns
+        if row.variant == "ours"
+    }  # fmt: skip
+    table = frame(chosen)
+    if chosen:
+        table["ours_then"] = [then.get((r.run_id, str(r.time_utc), params_json(r.params)), float("nan")) for r in chosen]
+    return table
 
 
 def missing(table: pd.DataFrame, device: str, experiment: str) -> bool:
@@ -231,24 +246,30 @@ def predicted_walk(
 
 
 def switch_table(table: pd.DataFrame, model: str) -> pd.DataFrame:
-    """What each switch is worth alone (over `unfused`) and what leaving it out of all costs (`ours` over the rest); of what is
-    off by default, what adding it to all brings."""
+    """What each switch is worth alone (over `unfused`) and what leaving it out of all costs (`ours` over the rest, that of the
+    same turns where the table says it); of what is off by default, what adding it brings."""
     import pandas as pd
 
-    rows = table[table["model"] == model].set_index("variant")["median"]
-    found = {}
+    here = table[table["model"] == model].set_index("variant")
+    rows, found = here["median"], {}
+
+    def ours(beside: str) -> float:
+        then = float(here.loc[beside, "ours_then"]) if "ours_then" in here else float("nan")
+        return then if then == then else float(rows["ours"])
+
     for switch, words in SWITCHES.items():
         alone, without = stages.name_of({switch}), stages.name_of(stages.without(switch))
         values = {
             "alone": rows[alone] / rows["unfused"] if {alone, "unfused"} <= set(rows.index) else float("nan"),
-            "in all, against without": rows["ours"] / rows[without] if {without, "ours"} <= set(rows.index) else float("nan"),
+            "in all, against without": ours(without) / rows[without] if {without, "ours"} <= set(rows.index) else float("nan"),
         }
         if any(v == v for v in values.values()):
             found[words.removeprefix("+ ")] = values
     for switch in stages.BESIDES:
-        more = stages.name_of(stages.ALL | {switch})
-        if {more, "ours"} <= set(rows.index):
-            found[f"{switch} (off by default)"] = {"in all, against without": rows[more] / rows["ours"]}
+        less = stages.BESIDES_WITHOUT[switch]
+        without, more = stages.name_of(less), stages.name_of(less | {switch})
+        if {more, without} <= set(rows.index):
+            found[f"{switch} (off by default)"] = {"in all, against without": rows[more] / rows[without]}
     return pd.DataFrame(found).T
 
 

@@ -37,13 +37,18 @@ def context(tmp_path: Path) -> Context:
     )
 
 
-def test_a_step_in_which_the_persistent_kernel_did_not_run_gives_no_time_and_no_entry(context: Context, tmp_path: Path) -> None:
+def test_a_step_in_which_the_persistent_kernel_did_not_run_gives_no_time_and_no_entry(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here it cannot; the settings all name fields of its tile."""
     pytest.importorskip("triton")
+    written: list[Any] = []
+    monkeypatch.setattr("pdlab.bench._attention.write_table", lambda *arguments: written.append(arguments))
     loaded = load("random:llama-tiny", dtype="float32")
     ring_tiles._sweep_persistent(context, loaded, "whole", 1.0)
     assert [row.metric for row in context.record.rows] == ["step_latency"] * len(ring_tiles.persistent_ways())
     assert all(row.status != "ok" for row in context.record.rows)
+    assert written == [], "what was not timed is no reason to forget what the table has"
 
 
 @pytest.mark.parametrize(("faster_up_to", "most"), [(0, None), (512, 512), (2048, 2048), (9999, 8000)])

@@ -100,7 +100,7 @@ def test_the_product_alone_goes_with_every_kind_of_sampling(places: Path) -> Non
 def walk(places: Path) -> pd.DataFrame:
     rates = {stages.name_of(s): 10.0 * 2**i for i, s in enumerate(stages.waterfall())}
     rates |= {stages.name_of(s): 15.0 for s in stages.alone() if len(s & {"graph"}) == 0}
-    rates |= {"with_graph_attention_two_steps": 64.0, "ours_and_prefetch": 0.9 * 10 * 2 ** len(stages.ORDER)}
+    rates |= {"with_graph_attention_two_steps": 64.0, "without_persistent_and_prefetch": 0.9 * 5 * 2 ** len(stages.ORDER)}
     record(places, "decode_single_stream", rates, "throughput", "tok/s", model="m")
     return decode.together(GPU, "decode_single_stream", "throughput")
 
@@ -149,6 +149,22 @@ def test_a_variant_that_lacks_no_switch_is_no_switchs_effect(places: Path) -> No
     assert list(decode.SWITCHES) == list(stages.ORDER)
     assert list(decode.switch_table(table, "m").index) == ["weights leave L2 first"]
     assert not [words for words in decode.falls(table, "m") if "pages" in words]
+
+
+def test_rows_that_took_turns_are_compared_with_one_another(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run times all several times, each beside others."""
+    walked = {stages.name_of(s): 10.0 + i for i, s in enumerate(stages.waterfall())}
+    left_out = {"without_graph": 5.0, "without_hints": 30.0, "with_attention": 2.0, "ours": 40.0}
+    with Recorder("decode_single_stream", GPU, out=places / "data" / "measurements", command="test") as recorder:
+        for minute, rates in enumerate(({"ours": 9.0, "unfused": 1.0}, walked, {"ours": 77.0, "torch_compile": 3.0}, left_out)):
+            monkeypatch.setattr("pdlab.bench.records.utc_now", lambda minute=minute: f"2026-12-01T12:0{minute}:00Z")
+            for variant, rate in rates.items():
+                recorder.add("throughput", rate, "tok/s", variant=variant, params={"model": "m"})
+    steps = decode.together(GPU, "decode_single_stream", "throughput", among=decode.WORDS)
+    assert list(decode.falls(steps, "m").values()) == list(walked.values())
+    found = decode.switch_table(decode.together(GPU, "decode_single_stream", "throughput"), "m")["in all, against without"]
+    assert found["one kernel for all layers"] == pytest.approx(walked["ours"] / walked["without_persistent"])
+    assert found["weights leave L2 first"] == pytest.approx(40.0 / 30.0)
 
 
 def test_the_persistent_kernel_is_compared_within_a_run(places: Path) -> None:
