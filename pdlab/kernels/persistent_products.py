@@ -124,11 +124,11 @@ def counted(X, ys, COUNT, target, LOST, patience, K: gl.constexpr):
 def _piece(ring, full, empty, ys, a, b, c, at, FIRST: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
     """Begins the products of piece c of a tile, gives the piece before it back; a, b, and where the next piece will be.
 
-    So the tensor cores do not wait for the barrier. `at`: the piece's stage and round, the stage of the piece before, or -1.
+    So the tensor cores do not wait for the barrier. `at`: the piece's stage and phase, the stage of the piece before, or -1.
     """
-    stage, round, last = at
+    stage, phase, last = at
     for p in gl.static_range(PANELS):
-        mbarrier.wait(full.index(stage * PANELS + p), round)
+        mbarrier.wait(full.index(stage * PANELS + p), phase)
         y = ys.index(c * PANELS + p).permute((1, 0))
         a = warpgroup_mma(ring.index(stage * (2 * PANELS) + p), y, a, is_async=True)
         b = warpgroup_mma(ring.index(stage * (2 * PANELS) + PANELS + p), y, b, is_async=True)
@@ -137,7 +137,7 @@ def _piece(ring, full, empty, ys, a, b, c, at, FIRST: gl.constexpr, PANELS: gl.c
         barrier()  # in all warps
         mbarrier.arrive(empty.index(gl.maximum(last, 0)), count=1, pred=last >= 0)
     end = stage == STAGES - 1
-    return a, b, (gl.where(end, 0, stage + 1), gl.where(end, round ^ 1, round), stage)
+    return a, b, (gl.where(end, 0, stage + 1), gl.where(end, phase ^ 1, phase), stage)
 
 
 @gluon.jit
@@ -146,7 +146,7 @@ def _multiply(ring, full, empty, ys, i, TILES: gl.constexpr, K: gl.constexpr, PA
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
     PIECES: gl.constexpr = pieces_of(K, PANELS)
     at = (i % STAGES, i // STAGES & 1, i * 0 - 1)
-    all = ()
+    sums = ()
     for t in gl.static_range(TILES):
         a = gl.zeros([LINES, 16], gl.float32, ACC)
         b = gl.zeros([LINES, 16], gl.float32, ACC)
@@ -156,11 +156,11 @@ def _multiply(ring, full, empty, ys, i, TILES: gl.constexpr, K: gl.constexpr, PA
         else:
             for c in gl.static_range(PIECES):
                 a, b, at = _piece(ring, full, empty, ys, a, b, c, at, t + c == 0, PANELS, STAGES)
-        all = all + (a, b)  # type: ignore[assignment]  # noqa: RUF005
-    all = warpgroup_mma_wait(0, deps=all)
+        sums = sums + (a, b)  # type: ignore[assignment]  # noqa: RUF005
+    sums = warpgroup_mma_wait(0, deps=sums)
     barrier()
     mbarrier.arrive(empty.index(at[2]), count=1)
-    return all, i + TILES * PIECES
+    return sums, i + TILES * PIECES
 
 
 @gluon.jit

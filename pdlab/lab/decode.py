@@ -48,28 +48,29 @@ def together(device: str, experiment: str, metric: str, among: Iterable[str] | N
     """
     from pdlab.bench.records import frame
 
-    runs: dict[str, dict[str, dict[str, list[Row]]]] = {}  # by parameters, run, and when they were recorded
+    def turns_of(row: Row) -> tuple[str, str, str]:
+        return params_json(row.params), row.run_id, str(row.time_utc)
+
+    runs: dict[str, dict[str, dict[str, list[Row]]]] = {}  # by what turns_of gives
+    then: dict[tuple[str, str, str], float] = {}  # the same, of `ours`
     wanted = None if among is None else set(among)
     for row in read(device, experiment):
         fits = row.metric == metric and (wanted is None or row.variant in wanted)
         fits = fits and row.ok and all(row.params.get(k) == v for k, v in where.items())
         lacks, _, _ = row.variant.removeprefix("without_").partition("_and_")
         if fits and (not row.variant.startswith("without_") or lacks in stages.ORDER):
-            of_run = runs.setdefault(params_json(row.params), {}).setdefault(row.run_id, {})
-            of_run.setdefault(str(row.time_utc), []).append(row)
+            params, run, time = turns_of(row)
+            runs.setdefault(params, {}).setdefault(run, {}).setdefault(time, []).append(row)
+            if row.variant == "ours":
+                then[params, run, time] = row.median
     several = [
         [{row.variant: row for turns in sorted(of_run.values(), key=len) for row in turns} for of_run in by_run.values()]
         for by_run in runs.values()
     ]
     chosen = [row for by_run in several for row in max(reversed(by_run), key=len).values()]
-    then = {
-        (row.run_id, str(row.time_utc), params_json(row.params)): row.median
-        for by_run in runs.values() for of_run in by_run.values() for turns in of_run.values() for row in turns
-        if row.variant == "ours"
-    }  # fmt: skip
     table = frame(chosen)
     if chosen:
-        table["ours_then"] = [then.get((r.run_id, str(r.time_utc), params_json(r.params)), float("nan")) for r in chosen]
+        table["ours_then"] = [then.get(turns_of(row), float("nan")) for row in chosen]
     return table
 
 

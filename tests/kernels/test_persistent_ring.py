@@ -170,9 +170,9 @@ def test_no_more_panels_are_on_their_way_than_the_larger_bound_and_at_first_than
 @gluon.jit
 def hasty_piece(ring, full, empty, ys, a, b, c, at, FIRST: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
     """Gives the piece back whose products it has just begun."""
-    stage, round, _ = at
+    stage, phase, _ = at
     for p in gl.static_range(PANELS):
-        mbarrier.wait(full.index(stage * PANELS + p), round)
+        mbarrier.wait(full.index(stage * PANELS + p), phase)
         y = ys.index(c * PANELS + p).permute((1, 0))
         a = warpgroup_mma(ring.index(stage * (2 * PANELS) + p), y, a, is_async=True)
         b = warpgroup_mma(ring.index(stage * (2 * PANELS) + PANELS + p), y, b, is_async=True)
@@ -180,14 +180,14 @@ def hasty_piece(ring, full, empty, ys, a, b, c, at, FIRST: gl.constexpr, PANELS:
     barrier()
     mbarrier.arrive(empty.index(stage), count=1)
     end = stage == STAGES - 1
-    return a, b, (gl.where(end, 0, stage + 1), gl.where(end, round ^ 1, round), stage)
+    return a, b, (gl.where(end, 0, stage + 1), gl.where(end, phase ^ 1, phase), stage)
 
 
 @gluon.jit
 def blind_piece(ring, full, empty, ys, a, b, c, at, FIRST: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
     """Waits for the first of its panels only."""
-    stage, round, last = at
-    mbarrier.wait(full.index(stage * PANELS), round)
+    stage, phase, last = at
+    mbarrier.wait(full.index(stage * PANELS), phase)
     for p in gl.static_range(PANELS):
         y = ys.index(c * PANELS + p).permute((1, 0))
         a = warpgroup_mma(ring.index(stage * (2 * PANELS) + p), y, a, is_async=True)
@@ -195,7 +195,7 @@ def blind_piece(ring, full, empty, ys, a, b, c, at, FIRST: gl.constexpr, PANELS:
     a, b = warpgroup_mma_wait(2 * PANELS, deps=[a, b])
     mbarrier.arrive(empty.index(gl.maximum(last, 0)), count=1, pred=last >= 0)
     end = stage == STAGES - 1
-    return a, b, (gl.where(end, 0, stage + 1), gl.where(end, round ^ 1, round), stage)
+    return a, b, (gl.where(end, 0, stage + 1), gl.where(end, phase ^ 1, phase), stage)
 
 
 def vain_wait(most: int, deps: Any) -> Any:
